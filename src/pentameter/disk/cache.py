@@ -111,8 +111,8 @@ def telling_of_the_cache() -> Iterator[None]:
 
 
 def find_folder_for_matplotlib() -> None:
-    """Point MPLCONFIGDIR into the cache folder if Matplotlib's usual folder cannot be written, of
-    which it would print several lines. Call it before Matplotlib is imported."""
+    """If Matplotlib could not write to its usual folder, set MPLCONFIGDIR to one in this package's
+    cache, so that it does not print warnings. Call it before Matplotlib is imported."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     if not _can_be_there(Path(base, "matplotlib").absolute()):
         with suppress(StorageError):

@@ -61,8 +61,8 @@ def open_file_system(url: str, doing: str, instead: str, **options: Any) -> tupl
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then its causes (`__cause__`) in turn, and for each one of botocore's the
-    HTTP client's error that it keeps."""
+    """Yield an error, then its causes (`__cause__`) one by one; for an error of botocore (S3) also
+    the HTTP client's error that it holds."""
     at: BaseException | None = error
     while at is not None:
         yield at
@@ -85,7 +85,8 @@ def status_of(error: BaseException) -> int | None:
 
 
 def _code_of(error: BaseException) -> str:
-    """Return the store's own word for an error, such as `SlowDown`; empty without one."""
+    """Return the error code that an object store has sent with an error, such as `SlowDown`; "" if
+    there is none."""
     for at in _behind(error):
         answer = getattr(at, "response", None)
         code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None

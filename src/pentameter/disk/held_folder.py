@@ -16,8 +16,8 @@ from pentameter.errors import StorageError
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """Frozen record of which folder was at `path` when a run opened it, by device and inode.
-    `check` tells later whether it is still there."""
+    """Which folder was at `path` when a run opened it, by device and inode; `check` tells later
+    whether the path still leads to it. A frozen record."""
 
     path: Path
     device: int

@@ -52,9 +52,9 @@ _FENCE_READINGS, _FENCE_PAUSE_SECONDS = 3, 0.01  # a beat written meanwhile may 
 
 @dataclass(frozen=True)
 class Fence:
-    """Frozen record with which any process of a run checks, before it writes to the run folder,
-    that the RunLock at `path` still belongs to `owner`. Without it, a process that was suspended
-    while another took over the lock would go on to write beside that one."""
+    """Check of any process of a run, before it writes to the run folder, that the RunLock at `path`
+    still belongs to `owner`. Without it, a process that was suspended while another took over the
+    folder would go on to write there. A frozen record."""
 
     path: Path
     owner: Owner
@@ -304,9 +304,9 @@ def _record_at(path: Path) -> tuple[Owner, int] | None:
 
 @contextmanager
 def _folder_guard(folder: Path) -> Iterator[bool]:
-    """Context manager that lets one process on this machine at a time try for the lock in `folder`,
-    by a `flock` on the folder. Yields True; False if the file system has no locks, so that nobody
-    is kept out."""
+    """Context manager that lets one process on this machine at a time try to take the lock in
+    `folder`, by a `flock` on the folder. Yields True; yields False if the file system has no locks,
+    in which case several processes may try at once."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield _flock(fd, wait=True) is not None
@@ -408,7 +408,8 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove the scratch folder around the file `path` if its owner is certainly gone."""
+    """Remove the scratch folder that contains the file `path`, if the process that made the folder
+    has certainly ended."""
     with suppress(OSError):
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

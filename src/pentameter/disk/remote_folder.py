@@ -47,14 +47,14 @@ Result = TypeVar("Result")
 
 
 class _UnequalError(Exception):
-    """Raised in an attempt if an object is absent, or is not what was written; a later attempt may
-    succeed."""
+    """Raised when an object that was just written is absent, or is not what was written; another
+    attempt may succeed."""
 
 
 class Attempts:
-    """State of a store whose requests fail: its latest error, since when, and for how long requests
-    are repeated. The thread that makes the requests reports to it; another thread may read it,
-    limit the repeats, or end them."""
+    """The state of an object store whose requests fail: its latest error, since when it fails, and
+    for how long requests are repeated. The thread that makes the requests reports to it; another
+    thread may read it, limit the repeats, or end them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -118,10 +118,10 @@ class Attempts:
             self._since, self._is_told = None, False
 
     def take_word(self) -> str | None:
-        """Return a line for people, once in each series of failures: the latest error, and for how
-        long at most the store is asked again. None before requests have failed for
-        SAY_AFTER_SECONDS, and once the line was taken, until a request has succeeded or a limit is
-        set."""
+        """Return a line to print about a store that fails: its latest error, and for how long at
+        most requests are repeated. Each series of failures gives one line, once requests have
+        failed for SAY_AFTER_SECONDS. Return None before that, and after the line was returned until
+        a request succeeds or a limit is set."""
         with self._changed:
             if self._is_told or self._since is None:
                 return None

@@ -40,13 +40,15 @@ def can_attend(config: ModelConfig, parameters: torch.dtype, dtype: torch.dtype)
 
 
 class _Part(Struct):
-    """The C++ struct `Part` in cpp/heads.h: the queries, keys or values."""
+    """ctypes form of the C++ struct `Part` in cpp/heads.h: where the queries, keys or values lie,
+    and what is to be applied to them."""
 
     _fields_ = fields("data bias norm", int64="row head turns")
 
 
 class _Job(Struct):
-    """The C++ struct `Job` in cpp/heads.h."""
+    """ctypes form of the C++ struct `Job` in cpp/heads.h: all arguments of one call of the
+    attention kernels."""
 
     _fields_ = (
         *((name, _Part) for name in ("q", "k", "v")),

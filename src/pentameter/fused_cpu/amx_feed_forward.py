@@ -66,7 +66,8 @@ class FeedForwardLayer(NamedTuple):
 
 
 class _FeedForward(Struct):
-    """The C++ struct `FeedForward` in cpp/feed_forward.cpp."""
+    """ctypes form of the C++ struct `FeedForward` in cpp/feed_forward.cpp: all arguments of one
+    call of the feed-forward kernels."""
 
     _fields_ = fields("up down bias pieces", int64="M D N n gated rows chunk", float32="per_unit")
 
@@ -108,7 +109,8 @@ def feed_forward_backward(
 
 
 def _feed_forward(layer: FeedForwardLayer, x: Tensor) -> _FeedForward:
-    """Return the C++ call's arguments for x (…, D), or for a gradient with its shape."""
+    """Return the arguments of the C++ call for `layer` and x (…, D), or a gradient of that shape,
+    of which only the sizes are read."""
     (N, D), n = layer.up.shape, layer.down.shape[1]
     M, rows = x.numel() // D, ROWS_PER_CHUNK
     # Two blocks of rows for each core, and none too large for its cache. No result depends on it.

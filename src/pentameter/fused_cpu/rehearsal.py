@@ -57,9 +57,10 @@ score may change places by a rounding."""
 def rehearse(
     config: ModelConfig, dtype: torch.dtype, n_rows: int, capabilities: Capabilities
 ) -> dict[str, Level]:
-    """Return the level at which each C++ library or kernel of `torch.compile` is to run, by name,
-    for those that must not run at the default one: on this machine, for micro-batches of `n_rows`
-    whole contexts and matmuls in `dtype`. Nothing is changed for good: `settle` applies levels.
+    """Check the C++ libraries and the kernels of `torch.compile` against PyTorch's own operations,
+    for micro-batches of `n_rows` whole contexts with matmuls in `dtype`. Return, by name, the level
+    of optimization for each that must not run at the default level on this machine. Nothing is
+    changed for good: `settle` applies the levels.
 
     The first time it takes seconds, besides compiling; then the result comes from the cache.
     """
@@ -131,9 +132,9 @@ def _library_level(
 
 
 class _Part(NamedTuple):
-    """A part of the fused step to be checked: its name, the function, the tensors that it is called
-    with, the modules whose parameters it reads, whether these are in training mode, and the
-    fraction of results that may differ."""
+    """One part of the fused step that is checked by itself: its name, the function, the tensors
+    that it is called with, the modules whose parameters it reads, whether these are in training
+    mode, and the fraction of results that may differ."""
 
     name: str
     function: Callable[..., tuple[Tensor, ...]]

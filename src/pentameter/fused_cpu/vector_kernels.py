@@ -29,7 +29,8 @@ class SubLayerEnd(NamedTuple):
 
 
 class _AddNorm(Struct):
-    """The C++ struct `AddNorm` in cpp/add_norm.cpp."""
+    """ctypes form of the C++ struct `AddNorm` in cpp/add_norm.cpp: the arguments of the kernel that
+    adds a sub-layer's output to the residual stream and normalises."""
 
     _fields_ = fields(
         "bias keys",
@@ -89,7 +90,8 @@ for ReLU²; other bf16 activations use a table (number _TABLE)."""
 
 
 class _Activation(Struct):
-    """The C++ struct `Activation` in cpp/activation.cpp."""
+    """ctypes form of the C++ struct `Activation` in cpp/activation.cpp: the arguments of the kernel
+    of activation functions."""
 
     _fields_ = fields("bias pieces", int64="M N n rows low kind", float32="per_unit")
 

@@ -369,7 +369,7 @@ _NEEDED = "whose path has no blank, whose disk has room for 1 GB and lets progra
 
 
 def _remedy(said: str) -> str:
-    """Return a remedy for what a compiler said."""
+    """Return advice for the user on a failed compilation; `said` is what the compiler printed."""
     if "Python.h" in said:
         return "install the Python headers: python3-dev, python3-devel or conda's python"
     if "libcuda" in said:

@@ -59,8 +59,8 @@ serve(*sys.argv[2:])
 
 
 class ChildEndedError(EOFError):
-    """A child ended during a request. `code`: its exit code, or the negative number of the signal
-    that killed it."""
+    """Raised when a child process ends before it has answered a request. `code` is its exit code,
+    or the negative number of the signal that killed it."""
 
     def __init__(self, code: int) -> None:
         super().__init__(exit_reason(code))
@@ -265,7 +265,8 @@ class ForkServer(PythonChild):
 
 
 class ForkedChild:
-    """A worker of a ForkServer that runs one request to its end, with the methods of a Child."""
+    """A worker process forked by a ForkServer that answers one request and then ends; it has the
+    methods of a Child."""
 
     def __init__(self, server: ForkServer, worker: Forked) -> None:
         self._server, self._worker = server, worker
@@ -348,12 +349,13 @@ def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
-    """Run this process as a PythonChild, a ForkServer or a worker of one, until its parent closes
-    the connection.
+    """Body of a process that `PythonChild` or `ForkServer` started: answer the parent's requests
+    until it closes the connection.
 
-    role: `interpreter`, `fork server`, `start server` or `worker`. descriptor: the connection's, as
-    text. path: the parent's `sys.path` as JSON; the current folder is left out. arguments: the
-    function and its arguments, or the module to import.
+    role: `interpreter`, `fork server`, `start server` or `worker`.
+    descriptor: the connection's file descriptor, as text.
+    path: the parent's `sys.path` as JSON; the current folder is left out.
+    arguments: the function and its arguments, or the module to import.
     """
     from multiprocessing.connection import Connection
 
@@ -378,9 +380,10 @@ def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
 
 
 def _serve_workers(connection: Connection, module: str, *, forks: bool) -> NoReturn:
-    """Answer a ForkServer's requests until the connection closes. For (function name, number of
-    descriptors), followed by the descriptors of a worker's connection and perhaps its output, start
-    a worker and send its process id. For a process id, kill that worker and send its exit code.
+    """Body of a fork server: answer requests on `connection` until it closes. A request is either
+    (function name, number of descriptors), followed by the file descriptors of a worker's
+    connection and perhaps its output: start a worker and send its process id. Or it is a process
+    id: kill that worker and send its exit code.
 
     With `forks`, `module` is imported first, and workers are forked; otherwise they are fresh
     interpreters, and nothing is imported here.

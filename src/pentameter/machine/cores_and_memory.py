@@ -82,9 +82,10 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _control_groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of the control groups that limit this process through `controller` (`cpu`,
-    `memory`): its own group and each one around it that can be seen from here. Versions 1 and 2 are
-    read (cgroups(7), and proc(5) for mountinfo). root: where /proc and /sys are."""
+    """Yield the folders of the Linux control groups that limit this process's CPU time
+    (`controller` `cpu`) or memory (`memory`): its own group, and each one around it that can be
+    seen from here. Versions 1 and 2 are read (cgroups(7), and proc(5) for mountinfo). root: where
+    /proc and /sys are."""
     mounts = [line.partition(" - ") for line in _read(root / "proc/self/mountinfo").splitlines()]
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -244,8 +245,8 @@ def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 class OtherPrograms:
-    """The load that programs outside this run put on its processes' cores, averaged from
-    construction on."""
+    """Measures how much other programs load the cores that this run's processes use, averaged since
+    this object was made."""
 
     def __init__(self) -> None:
         self._cores = usable_cores()
@@ -310,9 +311,10 @@ def _busy_seconds(cores: Collection[int]) -> float:
 
 
 class BusyTime:
-    """A clock for the thread that creates it. It runs while the thread computes and, on Linux,
-    while it could compute but another program has its core. It stands while the thread waits for
-    another process, a disk or a timer. Call `close` in the end."""
+    """A clock that measures the time in which the thread that creates it works. It runs while the
+    thread computes and, on Linux, while it could compute but another program has its core; it
+    stands while the thread waits for another process, a disk or a timer. Call `close` in the
+    end."""
 
     def __init__(self) -> None:
         self._fd = -1

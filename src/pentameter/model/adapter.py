@@ -24,9 +24,9 @@ def adapter_of(linear: nn.Module) -> tuple[Tensor, Tensor, float] | None:
 
 
 def weight_terms(linear: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield pairs (left, right) of matrices. The sum of their products left · right is the matrix
-    (N, K) by which the layer multiplies, adapter included. The first pair is the weight (N, K) and
-    None for no right factor; an adapter adds a pair (N, r), (r, K).
+    """Yield pairs (left, right) of matrices, whose products left · right sum to the matrix (N, K)
+    by which the layer multiplies, its adapter (LoRA) included. The first pair is (weight (N, K),
+    None), without a right factor; an adapter adds a pair of shapes (N, r) and (r, K).
 
     Code that computes with a layer's matrix, and does not call the layer, gets it here: `weight`
     alone leaves the adapter out.

@@ -64,7 +64,8 @@ def kernel(function: Callable[..., Any]) -> Kernel:
 
 
 class Kernel:
-    """A function that runs compiled, called like the function itself; `kernel` makes one."""
+    """A function that is compiled by `torch.compile` and checked against its eager form; call it
+    like the function itself. Made by the decorator `kernel`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -106,8 +107,8 @@ class Kernel:
         return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
     def _level(self, kind: Hashable, arguments: tuple[Any, ...]) -> Level:
-        """Return the level of optimization at which calls with this kind of arguments run: the
-        first that a check now, or one by an earlier run, found right."""
+        """Return the level of optimization at which to run a call with this kind of arguments: the
+        first at which a check, now or in an earlier run, found the compiled code right."""
         if any(x.device.type != "cpu" for x in _tensors(arguments)):
             return LEVELS[0]
         key = key_of(self._name, kind, torch.get_num_threads(), _settings())
@@ -159,8 +160,8 @@ def failures() -> dict[str, str]:
 
 
 def hold(levels: Mapping[str, Level]) -> None:
-    """From now on run the kernels in `levels` (name → level) no faster than at that level, for all
-    kinds of arguments."""
+    """From now on, run each kernel in `levels` (name → level of optimization) at that level or a
+    more careful one, for all kinds of arguments."""
     for name, level in levels.items():
         if (held := worst(level, _held.get(name, LEVELS[0]))) != LEVELS[0]:
             _held[name] = held
@@ -202,9 +203,9 @@ def _settings() -> tuple[object, ...]:
 
 
 def _results(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Return the tensors by which two forms of a function are compared: it is called with stand-ins
-    for these arguments, and its results, the stand-ins, to which it may have written, and their
-    gradients are listed."""
+    """Call `function` with stand-ins for these arguments, and return all tensors that it gives: its
+    results, the stand-ins, to which it may have written, and their gradients. Two forms of a
+    function are compared by them."""
     given = _stand_ins(arguments, itertools.count())
     returned = _tensors(function(*given))
     outputs = [x for x in returned if x.requires_grad]

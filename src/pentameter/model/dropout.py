@@ -31,9 +31,9 @@ WORDS = 2**32
 
 
 class Numbers(NamedTuple):
-    """The numbers of elements within their batch row, as `stream_index` and `weight_index` compute
-    them. A row with more than 2^32 elements is numbered in several blocks, each from 0; a block has
-    a key of its own."""
+    """Numbers of the elements of a tensor within their batch row, from which dropout masks are
+    computed (`stream_index`, `weight_index`). A row with more than 2^32 elements is numbered in
+    several blocks, each from 0; each block has a random key of its own."""
 
     words: Tensor
     """The element's number in its block, int32, in the elements' shape without the batch."""
@@ -154,9 +154,9 @@ class StreamDropout(KeyedDropout):
 
 
 class WeightsDropout(NamedTuple):
-    """Dropout on attention weights in one pass, as a function object for (B, H, Q, S). Elements are
-    numbered by `weight_index`, within a whole matrix of `context_length` queries and keys for each
-    head."""
+    """Dropout on attention weights (B, H, Q, S) in one pass, as a function object: call it with the
+    weights. Its mask depends only on the keys and on each weight's number in the whole matrix of
+    `context_length` queries and keys per head (`weight_index`)."""
 
     row_keys: Tensor
     """The site's keys, int32 (B, 2)."""
@@ -229,9 +229,9 @@ def rows_per_block(n_rows: int, width: int) -> int | None:
 
 
 def _numbered(rows: Tensor, columns: Tensor, width: int, in_block: int | None) -> Numbers:
-    """Return the Numbers (…, C) of the elements at `rows` (…,) and `columns`, int32 (C,), in a
-    matrix whose rows have `width` elements. `in_block` rows form a block, and `rows` are int64; if
-    it is None, there is one block, and `rows` are int32."""
+    """Return the Numbers (…, C) of the elements at `rows` (…,) and `columns`, int32 (C,), of a
+    matrix whose rows have `width` elements. `in_block` is how many rows form a block, with `rows`
+    as int64; None if all are in one block, with `rows` as int32."""
     if in_block is None:
         return Numbers(rows[..., None] * width + columns)
     first = (rows % in_block * width).to(torch.int32)

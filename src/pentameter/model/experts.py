@@ -104,9 +104,10 @@ class Router(nn.Module):
         return self.route(logits, numbers)
 
     def route(self, logits: Tensor, numbers: Numbers = choice_numbers) -> Routing:
-        """Return the Routing of tokens with these logits (B, T, E), in float32 or float64.
-        `numbers` are as for `routing`. In training, the backward pass through its weights includes
-        the auxiliary losses, and adds to `counts` and `logit_sums`."""
+        """Choose experts by logits (B, T, E), in float32 or float64, and return the Routing of the
+        tokens. `numbers` counts earlier choices, as for `routing`. In training, the backward pass
+        through the Routing's weights includes the auxiliary losses, and adds to `counts` and
+        `logit_sums`."""
         config = self.config
         scores = _scores(logits, config)
         is_softmax = config.router.score_function == "softmax"
@@ -122,8 +123,8 @@ class Router(nn.Module):
     def routing(
         self, chosen: Tensor, weights: Tensor, numbers: Numbers = choice_numbers
     ) -> Routing:
-        """Return the Routing of tokens that chose these experts, int64 (B, T, k), whose outputs
-        have these weights (B, T, k).
+        """Return the Routing of tokens, given the experts that they chose, int64 (B, T, k), and the
+        factors on these experts' outputs, `weights` (B, T, k).
 
         An expert takes no more rows of a sequence than its capacity: ⌈`experts.capacity` ·
         `context_length` · k / E⌉, the first ones, whatever tokens follow. `numbers` counts the rows
@@ -163,10 +164,10 @@ class Router(nn.Module):
         return chosen_experts(ranked, config.experts.n_chosen)
 
     def _weights(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the factors (B, T, k) of the chosen experts' outputs, for logits and scores
-        (B, T, E) and the chosen experts' numbers (B, T, k). With `router.top_k_first` they are a
-        softmax over the chosen logits, without it the chosen scores. Then they are divided by their
-        sum if `router.renormalize`, and multiplied by `router.scale`."""
+        """Return the factors (B, T, k) on the chosen experts' outputs, given logits and scores (B,
+        T, E) and the chosen experts' numbers (B, T, k). They are the chosen scores, or with
+        `router.top_k_first` a softmax over the chosen logits; then divided by their sum if
+        `router.renormalize`, and multiplied by `router.scale`."""
         config = self.config
         if config.router.top_k_first:
             weights = logits.gather(-1, chosen).softmax(-1)
@@ -222,7 +223,9 @@ def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
 
 @torch.library.custom_op("pentameter::chosen_experts", mutates_args=())
 def chosen_experts(ranked: Tensor, n: int) -> Tensor:
-    """`_best(ranked, n)` as a custom operation, by whose name recomputation keeps the result."""
+    """Return the indices, int64 (…, n), of the n largest numbers along the last dimension of
+    `ranked`, as `_best` does. It is a custom operation of PyTorch, by whose name recomputation
+    keeps the result."""
     return _best(ranked, n).contiguous()
 
 
@@ -254,8 +257,8 @@ def _counts(chosen: Tensor, n_experts: int) -> Tensor:
 
 @torch.no_grad()
 def _logit_sums(logits: Tensor, scores: Tensor, config: ModelConfig) -> Tensor:
-    """Return the two sums that `Router.logit_sums` collects, over the tokens with these logits and
-    scores (B, T, E), float32 (2,)."""
+    """Return two sums over the tokens with these logits and scores (B, T, E), float32 (2,): the
+    squared log-sum-exp of the logits, and the squared logits. `Router.logit_sums` collects them."""
     if config.router.score_function == "softmax":  # which holds its log-sum-exp: half of the time
         log_sums = logits.amax(-1) - scores.amax(-1).log()
     else:
@@ -282,7 +285,8 @@ class _Counted(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient g (B, T, k) unchanged, and add to the totals."""
+        """Return the gradient g (B, T, k) of the weights unchanged, and add the counts and sums to
+        the router's totals, in place."""
         chosen, sums = ctx.saved_tensors
         counts, logit_sums = ctx.totals
         counts.add_(_counts(chosen, len(counts)).sum(0))
@@ -296,8 +300,9 @@ class SortedRows(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, n_chosen: int) -> Tensor:
-        """Return the rows (R, D) for tokens x (N, D). `order` (R,) comes from `Routing.order`;
-        `n_chosen` is k."""
+        """Return a row (one copy of a token) for each expert that each token chose, sorted by
+        expert: (R, D) for tokens x (N, D). `order` (R,), from `Routing.order`, says which row
+        stands where; `n_chosen` is k, the experts of a token."""
         ctx.save_for_backward(order)
         ctx.n_chosen = n_chosen
         return x[order // n_chosen]
@@ -346,8 +351,9 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_experts, n_outputs)) if bias else None
 
     def forward(self, x: Tensor, groups: Groups, matmul: Matmul = PLAIN) -> Tensor:
-        """Return (R, outputs) for rows x (R, inputs) sorted by expert, whose rows are one of the
-        `groups`; rows of none give 0. `matmul` multiplies them."""
+        """Multiply each row by its expert's weight: return (R, outputs) for rows x (R, inputs),
+        sorted by expert. `groups` says where each expert's rows end; rows behind the last give 0.
+        `matmul` does the multiplication."""
         return matmul.grouped_linear(x, self.weight, self.bias, groups)
 
 
@@ -378,7 +384,7 @@ class Exchange:
 
 
 class Tokens:
-    """Chooses the tokens whose rows this rank sends to experts. Here all of them;
+    """Decides which tokens this rank takes through the experts. This one takes all;
     `parallel/experts/expert_parallel.py` has another one for ranks that hold the same tokens, each
     of which takes a shard."""
 
@@ -453,12 +459,13 @@ class Experts(nn.Module):
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _multiplies_at_once(self, x: Tensor) -> bool:
-        """Return whether matmuls with x (…, D) are of all experts at once."""
+        """Return True if x (…, D) is multiplied by the matrices of all experts in one operation,
+        False if by one expert's after another."""
         return self.at_once and matmul_dtype(x) is torch.bfloat16
 
     def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return each expert's outputs (R, D) for its rows (R, D), which end at `ends` (E,), on
-        their device or on the CPU."""
+        """Return the outputs (R, D) of this rank's experts for rows (R, D), sorted by expert.
+        `ends` (E,) is the index after each expert's last row, on the rows' device or on the CPU."""
         at_once = self._multiplies_at_once(rows)
         groups = groups_of(rows, ends, at_once=at_once, holds_all=self._holds_all)
         linears = (self.up,) if self.gate is None else (self.gate, self.up)

@@ -26,7 +26,8 @@ from pentameter.model.attention.checked_attention import row_error
 
 
 class Groups(NamedTuple):
-    """Where each of the groups ends, among rows that are sorted by group; `groups_of` makes it."""
+    """Where the rows of each group end in a tensor that is sorted by group (of experts, for
+    example); made by `groups_of`."""
 
     ends: Tensor
     """The index after each group's last row (E,): int32 on the rows' device if `at_once`, else
@@ -136,10 +137,10 @@ def _whole_blocks(rows: slice, x: Tensor) -> int:
 
 
 def _row_blocks(rows: slice, x: Tensor) -> list[slice]:
-    """Return slices of x (R, …) that together cover a group's `rows`, in whole blocks where x needs
-    it. The last slice may reach into the rows behind, whose wrong results the next group,
-    multiplied later, overwrites. Where x ends too early for that, the rows after the last whole
-    block are a slice of their own."""
+    """Return slices of x (R, …) that together cover a group's `rows`; each has a multiple of
+    ROWS_PER_BLOCK rows where x needs that. The last slice may then reach into the next group's
+    rows; what is computed wrongly there is overwritten, as that group is multiplied later. Where x
+    ends too early for that, the rows after the last whole block are a slice of their own."""
     stop = rows.start + _whole_blocks(rows, x)
     if stop <= len(x):
         return [slice(rows.start, stop)]

@@ -86,8 +86,9 @@ def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
 
 
 def _fill_matrix(spec: ParameterSpec, seed: int, width: int, own: Tensor, first: int) -> None:
-    """Set a matrix within a parameter to its initial values, in place. `first` is the flat index of
-    its first element in the whole parameter; its rows begin `width` elements apart there."""
+    """Set `own`, a matrix that is part of a parameter, to its initial values, in place. `first` is
+    the flat index of its first element in the whole parameter; in the whole parameter its rows are
+    `width` elements apart."""
     n_columns = min(own.shape[1], BLOCK_ELEMENTS)
     n_rows = BLOCK_ELEMENTS // n_columns
     for row, column in product(range(0, own.shape[0], n_rows), range(0, own.shape[1], n_columns)):

@@ -32,8 +32,8 @@ class Positions(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding's cosines and sines (T, R / 2) of the angles that rotate pairs of channels,
-    fp32 or fp64. Calling it rotates a tensor."""
+    """Rotary embedding's cosines and sines, (T, R / 2) each, of the angles that rotate pairs of
+    channels, fp32 or fp64. Call it with queries or keys to rotate them."""
 
     cosine: Tensor
     sine: Tensor

@@ -62,8 +62,8 @@ def with_adapters(
 
 
 class Run(tuple[Operation, ...]):
-    """The forward operations of a run, adapters' included, in execution order; a tuple, of the
-    whole model's or a slice's operations."""
+    """The forward operations of a training run, those of adapters included, in the order of
+    execution: a tuple of Operations, for the whole model or a slice of it."""
 
     @cached_property
     def alike_blocks(self) -> list[tuple[list[Operation], int]]:
@@ -112,9 +112,9 @@ def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = 
 
 
 def _nameless(op: Operation, layer: int) -> object:
-    """Return a hashable key that is equal for equal operations in different blocks. It is made of
-    the tensors that the operation reads, computes and saves, with the block's index `layer` taken
-    out of their names."""
+    """Return a hashable key that is equal for operations in different blocks that do the same: the
+    tensors that `op` reads, computes and saves, with the block's index `layer` taken out of their
+    names."""
 
     def nameless(tensor: ActivationTensor) -> object:
         name = tensor.name.removeprefix(f"blocks.{layer}")
@@ -185,13 +185,14 @@ def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
 
 
 def _frozen(op: Operation, reads_gradient: bool, gives_gradient: bool) -> Operation:
-    """Return `op` with its parameters frozen, and two flags set. Tensors that only the parameters'
-    gradients need are no longer saved: a matmul or a look-up saves none, nor does any operation
-    without `gives_gradient`. The head's input gradient is computed together with the loss and
-    saved: as many bytes as its input.
+    """Return `op` as it is in a run that trains adapters only: with its parameters frozen, and two
+    flags set. Tensors that only its parameters' gradients would need are no longer saved: a matmul
+    or a look-up saves none, nor does any operation without `gives_gradient`. The head is an
+    exception: its input's gradient is computed together with the loss and saved, as many bytes as
+    its input.
 
-    reads_gradient: whether the backward pass computes the gradient of its result.
-    gives_gradient: whether it computes the gradients of its inputs.
+    reads_gradient: True if the backward pass computes the gradient of its result.
+    gives_gradient: True if the backward pass computes the gradients of its inputs.
     """
     parameters = tuple(replace(spec, is_trained=False) for spec in op.parameters)
     keeps = gives_gradient and op.kind not in ("product", "look_up")
@@ -205,8 +206,9 @@ def _frozen(op: Operation, reads_gradient: bool, gives_gradient: bool) -> Operat
 
 
 def _adapting(op: Operation, rank: int, gives_gradient: bool) -> Iterator[Operation]:
-    """Yield an adapter's two matmuls next to the matmul `op`: x → A x, then B (A x).
-    `gives_gradient` says whether the backward pass computes x's gradient."""
+    """Yield the two matmuls of an adapter (LoRA) on the linear layer whose matmul is `op` with
+    input x: A x, with `rank` numbers per token, then B (A x). `gives_gradient` is True if the
+    backward pass computes x's gradient."""
     a_spec, b_spec = _adapter(op.parameters[0], rank)
     low, added = (f"{op.name}.{each}" for each in (A, B))
     shape = (op.result.shape[0], rank)

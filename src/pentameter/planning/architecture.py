@@ -55,9 +55,9 @@ OperationKind = Literal[
 
 @dataclass(frozen=True)
 class Init:
-    """A parameter's initialization, a frozen record. `scale` is the standard deviation for
-    `normal`, the bound ±scale for `uniform`. `own` keeps the values that the parameter's module
-    sets itself."""
+    """How a parameter gets its initial values: the kind of distribution, and `scale`, the standard
+    deviation for `normal` or the bound ±scale for `uniform`. The kind `own` keeps the values that
+    the parameter's module sets itself. A frozen record."""
 
     kind: Literal["normal", "uniform", "zeros", "ones", "own"]
     scale: float = 0.0
@@ -99,8 +99,8 @@ class ParameterSpec:
 
     @property
     def n_active(self) -> int:
-        """Elements that one token is multiplied with, or that are added for it: fewer than all for
-        experts."""
+        """Number of elements that take part for one token: all, except in experts, of which a token
+        goes only to some."""
         if self.n_chosen is None:
             return self.n_elements
         return self.n_chosen * math.prod(self.shape[1:])
@@ -121,8 +121,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ActivationTensor:
-    """An activation for one sequence: its shape (tokens, numbers per token), the logical axis along
-    each dimension, and its dtype."""
+    """Description of an activation for one sequence, as costs are counted from it: its shape
+    (tokens, numbers per token), the logical axis along each dimension, and its dtype."""
 
     name: str
     shape: tuple[int, int]

@@ -66,8 +66,8 @@ def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
 
 
 def _batch_settings(layout: Layout) -> str:
-    """Return the settings that split the batch, such as `parallel.data=4`, as text for an error
-    message; a tensor mode that splits it too is named with its factor."""
+    """Return the settings that split the batch over ranks, for an error message: `parallel.data=4`,
+    and a tensor mode that splits it too, with its factor."""
     in_mode = layout.n_batch_shards // layout.data
     data = f"parallel.data={layout.data}"
     if in_mode == 1:

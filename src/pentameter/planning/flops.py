@@ -49,10 +49,11 @@ def causal_flops_per_token(model: ModelConfig, run: Sequence[Operation]) -> int:
 def end_weights(
     run: Sequence[Operation], partition: Literal["uniform", "weighted"]
 ) -> tuple[float, float]:
-    """Return (embedding's cost, head's cost) in units of one layer's cost, for a run's operations:
-    multiplications per token ÷ those in layer 0. A uniform partition gets zeros, so that stages
-    have equally many layers; a weighted one is balanced by these costs. An embedding only looks up,
-    while a head is a matmul with V · D weights."""
+    """Return (embedding's cost, head's cost), each in units of one layer's cost, by which layers
+    are distributed over pipeline stages. A cost is the number of multiplications per token; `run`
+    are the run's operations. With the partition `uniform` both are 0, so that stages have equally
+    many layers; with `weighted` they count. An embedding costs almost nothing, as it only looks up;
+    a head is a matmul with V · D weights."""
     match partition:
         case "uniform":
             return 0.0, 0.0

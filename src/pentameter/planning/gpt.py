@@ -117,8 +117,8 @@ def layer_range(model: ModelConfig, first_layer: int, last_layer: int | None) ->
 
 
 def _ends(model: ModelConfig) -> Init:
-    """Return the initialization for embeddings and head: N(0, init_std) if `model.init` is
-    'normal', U(±0.1) if it is 'uniform'."""
+    """Return the initialization of the embeddings and the head: a normal distribution N(0,
+    init_std) if `model.init` is 'normal', U(±0.1) if it is 'uniform'."""
     match model.init:
         case "normal":
             return Init("normal", model.init_std)

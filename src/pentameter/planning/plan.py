@@ -329,9 +329,16 @@ def _resolve(
 def _interval(
     asked: int | Literal["auto", "epoch"] | None, key: str, n_steps: int, epoch: Fraction | None
 ) -> int | None:
-    """Return the steps between two evaluations or samples for the configured value `asked`: 'auto'
-    chooses by the run's length `n_steps`, 'epoch' is one epoch, None means never. `epoch` is an
-    epoch's length in steps, None if not known; ConfigError, naming `key`, if 'epoch' needs it."""
+    """Return the number of steps between two evaluations, or two samples; None for never.
+
+    asked: the configured value: a number, 'auto' (by the run's length), 'epoch' (one epoch) or
+        None.
+    key: its name, for messages.
+    n_steps: the run's length in steps.
+    epoch: an epoch's length in steps, None if not known.
+
+    Raises ConfigError if 'epoch' is asked for and its length is not known.
+    """
     match asked:
         case "auto":
             return auto_interval(n_steps)

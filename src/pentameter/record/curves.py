@@ -105,9 +105,10 @@ SETTLED = 0.1
 
 
 def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """Return y limits for the curves after their fall at the start, which is the run's first
-    SETTLED; the values `extra` are inside. Return None if the fall does not flatten the rest (with
-    it, the range is at most twice as large), or if no curve has two points after it."""
+    """Return y limits (lowest, highest) for the curves without the steep fall at a run's start,
+    which is its first fraction SETTLED; the values `extra` are within them. Return None if the fall
+    does not flatten the rest (with it, the range is at most twice as large), or if no curve has two
+    points after it."""
     whole = limits(series, extra)
     begins = SETTLED * max((one.steps[-1] for one in series if len(one)), default=0)
     rest = tuple(one.after(begins) for one in series)
@@ -181,8 +182,9 @@ def spikes(series: Series, most: int = 5) -> list[Spike]:
 
 
 def _windows(y: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield windows around all values but the first _FEWEST_NEIGHBOURS, in blocks: (index of the
-    first value, windows (n, width)). Widths grow at the start and shrink at the end."""
+    """Yield windows around each value of y (n,), except the first _FEWEST_NEIGHBOURS, as blocks of
+    equal width: (index of the block's first value, its windows (m, width)). Windows are narrower
+    near the start and the end."""
     n, half = len(y), SPIKE_NEIGHBOURS
     for index in range(_FEWEST_NEIGHBOURS, min(half, n)):
         yield index, y[None, : 2 * index + 1]

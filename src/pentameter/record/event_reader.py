@@ -81,7 +81,8 @@ class EventReader:
         return self._kept.get(SESSION, [])
 
     def of(self, kind: type[E]) -> list[E]:
-        """Return the events of another kind that are kept, in order."""
+        """Return the events of this `kind` that are kept, in the order of the file; for starts and
+        ends use `sessions`."""
         return self._kept.get(kind.EVENT, [])
 
     def update(self) -> bool:
@@ -163,10 +164,10 @@ class EventReader:
 
 
 def _position(kept: Sequence[Event], event: Event) -> slice:
-    """Return the slice of `kept`, the events of one kind by step, that an event replaces; an empty
-    slice is where it is to be inserted, usually at the end. In an earlier version two processes
-    could write events of one run in turns. Such an event belongs to its step, and replaces one that
-    says the same."""
+    """Return the slice of `kept`, the events of one kind in the order of steps, that `event` is to
+    replace: an event of the same step that says the same, or an empty slice where the event is to
+    be inserted, which is usually the end. It may be elsewhere in files of an earlier version, where
+    two processes could write events of one run in turns."""
     fields, step = event.ONCE, event.step
     if fields is None or not kept or not step <= kept[-1].step:
         return slice(len(kept), len(kept))

@@ -27,7 +27,8 @@ _UNRECORDED = {"is_recorded": False}
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A line of metrics.jsonl."""
+    """One line of metrics.jsonl: something that happened in a run. Base class of the kinds of
+    events; each is a frozen dataclass with the line's values as fields."""
 
     EVENT: ClassVar[str]
     """The word of this kind, under `event`."""
@@ -43,7 +44,7 @@ class Event:
 
     @property
     def event(self) -> str:
-        """The word of this event's kind."""
+        """The word that names this event's kind in metrics.jsonl, such as `train`."""
         return self.EVENT
 
     def values(self) -> dict[str, Any]:
@@ -53,9 +54,9 @@ class Event:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the event that a line's JSON object says. A value that is missing or of another
-        type is the field's default, else NaN, 0, "", None or empty, by the field's type; `step` is
-        UNKNOWN."""
+        """Return the event that a line's JSON object, `record`, describes. A value that is missing
+        or has another type becomes the field's default; without a default, NaN, 0, "", None or
+        empty, by the field's type. A missing `step` is UNKNOWN."""
         record = cls.completed(record)
         kind: Any = cls
         event, get, put = cls.__new__(cls), record.get, object.__setattr__
@@ -66,7 +67,8 @@ class Event:
 
     @classmethod
     def completed(cls, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a line's object with what an earlier version did not write."""
+        """Return a line's JSON object, `record`, with values added that an earlier version of this
+        program did not write."""
         return record
 
 
@@ -153,7 +155,8 @@ class RunEnd(Event):
 
     @classmethod
     def completed(cls, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the object with a kind; a run by an earlier version did not record it."""
+        """Return the object with the kind of end; a run by an earlier version did not record it,
+        and it is derived from the reason."""
         if record.get("kind") in list(EndKind):
             return record
         reason = _text(record.get("reason")) or "completed"
@@ -340,7 +343,8 @@ class EvalMetrics(Event):
 
     @classmethod
     def completed(cls, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the object with a split: there was one, once."""
+        """Return the object with the name of the split that was evaluated, which an earlier
+        version, with a single split, did not record."""
         return {**record, "split": _text(record.get("split")) or "val"}
 
 
@@ -524,8 +528,9 @@ _READ: dict[Any, Callable[[Any], Any]] = {
 
 @cache
 def _readers(kind: type[Any]) -> list[tuple[str, type | None, Callable[[Any], Any]]]:
-    """Return (name, type, function) for each field of a kind. A JSON value of that type is taken as
-    it is; the function reads any other value, and None in place of a missing one."""
+    """Return (name, type, function) for each field of an event's kind, by which values are read
+    from JSON. A value of that type is taken unchanged; the function converts any other value, and
+    None for a missing one."""
     types = get_type_hints(kind)
     found: list[tuple[str, type | None, Callable[[Any], Any]]] = []
     for each in fields(kind):

@@ -81,7 +81,8 @@ def n_idle(layers: Sequence[LayerLoads]) -> int | None:
 
 
 def mean_z(layers: Sequence[LayerLoads]) -> float:
-    """Return the mean over layers of `z` at the last recorded step; NaN if none is recorded."""
+    """Return the mean over layers of `z`, the mean squared log-sum-exp of the router's logits, at
+    the last recorded step; NaN if none is recorded."""
     return float(np.mean([each.z[-1] for each in layers] or np.nan))
 
 

@@ -151,9 +151,10 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
 
 
 def _marks(events: EventReader) -> Iterator[tuple[int, str, str]]:
-    """Yield (step, "resume", "layout", "extended", "skip", "rollback" or "copy failed", reason) for
-    each such event. A resume's reason is what it changed: "712 → 1,923 steps"; it is a "layout" if
-    that is among it, and "extended" if the run was complete before."""
+    """Yield (step, word, reason) for each event that is marked on a run's curves; the word is
+    "resume", "layout", "extended", "skip", "rollback" or "copy failed". A resume's reason is what
+    it changed: "712 → 1,923 steps"; it is a "layout" if the layout is among that, and "extended" if
+    the run was complete before."""
     before: dict[str, Any] = {}
     for start in starts_of(events):
         values = {key: getattr(start, key) for key in CHANGED_BY_RESUME}
@@ -231,7 +232,8 @@ def _recorded(files: _RunFiles, events: EventReader) -> RecordedRun:
 
 
 def _joined(starts: Sequence[RunStart]) -> RunStart:
-    """Return the latest of `starts`, with the values of earlier ones where it has None."""
+    """Return the latest of a run's `starts`; where one of its values is None, that of the latest
+    earlier start which has one."""
     joined = RunStart(step=0)
     for start in starts:
         said = {each.name: getattr(start, each.name) for each in fields(RunStart)}

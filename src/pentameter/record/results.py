@@ -144,8 +144,8 @@ def beginning(record: RecordedRun) -> str:
 
 
 def _history(record: RecordedRun, key: str) -> str:
-    """Return the value at `key` in start and resume events, changes in turn: "data=2,zero=3 →
-    data=1"."""
+    """Return the values at `key` in a run's start and resume events, one after another where they
+    change: "data=2,zero=3 → data=1"."""
     values = [str(value) for start in record.starts if (value := getattr(start, key))]
     return " → ".join(value for value, _ in itertools.groupby(values))
 

@@ -78,7 +78,8 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
 
     @app.get("/")
     async def page() -> Response:
-        """Return the HTML page for a browser, which sends requests to the routes below."""
+        """Return the HTML page with which a browser can try the model; its script sends requests to
+        the routes below."""
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     @app.get("/health")
@@ -103,12 +104,14 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        """Continue one or more prompts; the body is a CompletionRequest."""
+        """Handle POST /v1/completions: continue one or more prompts. The request's body is a
+        CompletionRequest."""
         return await _answer(worker, limits, CompletionRequest, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        """Answer the last message in a conversation; the body is a ChatRequest."""
+        """Handle POST /v1/chat/completions: answer the last message in a conversation. The
+        request's body is a ChatRequest."""
         return await _answer(worker, limits, ChatRequest, request)
 
     return app
@@ -181,7 +184,7 @@ async def _answer(
 
 
 async def _whole(job: Job, seconds: float) -> dict[int, Piece]:
-    """Wait until all texts of a request have ended; return each complete text by choice index.
+    """Wait until all texts of the request `job` are complete; return choice index → its whole text.
     Raises TakesTooLongError after `seconds`."""
     found: dict[int, Piece] = {}
     async for pieces in job.pieces(seconds):
@@ -241,8 +244,8 @@ def _described_error(error: Exception, limits: Limits | None) -> RequestError:
 
 @dataclass
 class _Form:
-    """Builds the JSON of OpenAI's interface for a job's answer, streamed or whole: a chat
-    completion if `is_chat`, else a completion."""
+    """Builds the JSON of OpenAI's interface for the answer to one request, streamed or whole: a
+    chat completion if `is_chat`, else a completion."""
 
     job: Job
     is_chat: bool
@@ -278,8 +281,8 @@ class _Form:
         }
 
     def openings(self) -> Sequence[int]:
-        """Return the indices of the choices whose stream begins with an event that has the role
-        `assistant`: all of a chat, none of a completion."""
+        """Return the indices of the choices whose stream begins with an event that only gives the
+        role `assistant`: all choices of a chat, none of a completion."""
         return range(len(self.job.texts)) if self.is_chat else ()
 
     def chunk(self, index: int, piece: Piece, *, is_first: bool = False) -> dict[str, Any]:
@@ -458,12 +461,13 @@ class _Connection(H11Protocol):
     _check: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to watch over the connection."""
+        """Call uvicorn's own method, and begin to check that the head of a request arrives in
+        time."""
         super().connection_made(transport)
         self._watch(before=None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop watching."""
+        """Stop checking the connection, and call uvicorn's own method."""
         super().connection_lost(exc)
         if self._check is not None:
             self._check.cancel()

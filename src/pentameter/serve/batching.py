@@ -22,8 +22,9 @@ from pentameter.serve.passes import PIECE_TOKENS, Slots, n_read_in_pieces, passe
 
 @dataclass(eq=False)
 class _Writing:
-    """A text that is being written and has a cache slot. `window` has the ids of the tokens that
-    the model sees; the first `n_cached` of them are in the slot's key-value cache already."""
+    """A text that is being generated and has a slot in the cache. `window` has the ids of the
+    tokens that the model sees; the keys and values of its first `n_cached` tokens are in the slot
+    already."""
 
     continuation: Continuation
     slot: int
@@ -36,14 +37,15 @@ class _Writing:
 
     @property
     def n_to_read(self) -> int:
-        """Tokens still to be read in pieces."""
+        """Number of prompt tokens that the model has still to read, in pieces of several tokens,
+        before it can write."""
         return max(0, self.n_in_pieces - self.n_cached)
 
 
 class Batcher:
-    """Queue and scheduler for the texts of one model. Each text gets a cache slot when one is free,
-    and `step` writes one token for each in a common model pass. `slots` holds the cache and runs
-    the model. Not thread-safe."""
+    """Queue and scheduler for the texts that one model is to generate. Each text gets a cache slot
+    when one is free, and each call of `step` adds one token to every text that has one, in a common
+    forward pass. `slots` holds the cache and runs the model. Not thread-safe."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -102,8 +104,9 @@ class Batcher:
         return self._draw(logits)
 
     def _see(self, each: _Writing) -> None:
-        """Bring a text's window up to date: append the last token, or, if the text has outgrown the
-        window, begin the window further on with nothing cached."""
+        """Update the window of tokens that the model sees of a text: append the last token. If the
+        text has outgrown the window, begin the window further on, with nothing of it in the
+        cache."""
         prompt, written = each.continuation.asked.prompt, each.continuation.tokens
         n_seen = window_tokens(len(prompt) + len(written), self._slots.context_length)
         if each.window and n_seen == len(each.window) + 1:

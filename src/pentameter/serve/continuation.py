@@ -158,8 +158,8 @@ class Continuation:
 
     def _shown(self) -> Piece:
         """Return, as a Piece, the text and the tokens that were not returned before. The last
-        characters are kept for a later call if they could be the beginning of a stop string, and so
-        is a token whose text reaches into them, because it would reveal them."""
+        characters are kept back if they could be the beginning of a stop string, and so is each
+        token whose text contains one of these characters, as it would reveal them."""
         n_held = 0 if self.finish_reason else self._n_in_stop()
         end = len(self._text) - n_held
         text, self._n_shown = self._text[self._n_shown : end], max(self._n_shown, end)
@@ -180,8 +180,8 @@ class Continuation:
         )
 
     def _chance(self, token: int, logits: Floats, n_rivals: int) -> _Chance:
-        """Return the probability of `token`, the next one, and of the `n_rivals` likeliest tokens,
-        by logits (V,). The token's own text is not known yet."""
+        """Return the probability of `token`, which was drawn as the next one, and of the `n_rivals`
+        likeliest tokens, computed from logits (V,). The token's text is not filled in yet."""
         peak = logits.max()
         logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
         logprobs = np.maximum(logprobs, LEAST_LOGPROB)
@@ -196,7 +196,8 @@ class Continuation:
 
 @dataclass
 class _Chance:
-    """A TokenChance in the making: the token's text is not settled yet."""
+    """A TokenChance (a token with its probability) whose token's text is not known yet, as a
+    character may take several tokens."""
 
     logprob: float
     rivals: Sequence[tuple[str | None, float]]
@@ -206,7 +207,8 @@ class _Chance:
     """The token's text as characters [start, end) of the whole text."""
 
     def shown(self, text: str) -> TokenChance:
-        """Return the TokenChance, now that `text`, the whole text so far, has the token's."""
+        """Return the finished TokenChance with the token's own text, which is known now: what
+        `text`, the whole text so far, has beyond the text before the token."""
         own = text[slice(*self.span)]
         rivals = [(own if rival is None else rival, chance) for rival, chance in self.rivals]
         return TokenChance(own, self.logprob, rivals, self.span[0])

@@ -50,7 +50,9 @@ _CHECKED_SEEDS = 2
 
 @dataclass(frozen=True)
 class Shapes:
-    """Padded shapes among which `write` chooses; all give the same bits. Both tuples ascend."""
+    """The padded shapes (numbers of rows and of keys) that a decoding pass may have: `write` takes
+    the smallest that fits. Whichever it takes, a text's logits have the same bits. Both tuples
+    ascend."""
 
     batch_sizes: tuple[int, ...]
     """Numbers of slots in a pass, the last being all; (1,) if each text has its own pass."""
@@ -72,8 +74,9 @@ def hiding(
 
 @dataclass(frozen=True)
 class _Memory:
-    """The key-value cache of all slots. `keys` and `values` have one tensor per layer, (n_slots, G,
-    S, K) with K channels per head."""
+    """Key-value cache for all texts that are written at the same time, one slot for each. `keys`
+    and `values` have one tensor per layer, (n_slots, G, S, K), with G KV heads, S positions and K
+    channels per head."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
@@ -131,8 +134,9 @@ class _Pass:
         return choice_numbers(of_texts, n_experts, before).view_as(chosen)
 
     def _stored(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Write `new` (1, G, T, K) into `stored` (n_slots, G, S_max, K), the tensor of all slots.
-        Return what the pass reads of it, (B, G, S, K)."""
+        """Write the new tokens' keys or values, `new` (1, G, T, K), into `stored` (n_slots, G,
+        S_max, K), the tensor of all slots. Return the part of it that this pass reads, (B, G, S,
+        K)."""
         of_pass = stored[self.slots]
         if self.first is not None:
             of_pass[:, :, self.first : self.first + new.shape[2]] = new
@@ -157,8 +161,9 @@ class _Pass:
         return y if self._is_piece else y.transpose(0, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask for layers with this window (None: none), in `dtype` but at least fp32,
-        which broadcasts to scores (B, G, n, T, S), n the heads per KV head."""
+        """Return the attention mask for layers with a window of this many tokens (None: no window),
+        to be added to scores (B, G, n, T, S), with n query heads per KV head; it broadcasts to that
+        shape. It is in `dtype`, but at least fp32."""
         if window not in self._masks:
             mask = hiding(self._hidden_after, self._distance, window, dtype)
             self._masks[window] = mask if self._is_piece else mask[:, None, None, None]
@@ -166,8 +171,8 @@ class _Pass:
 
 
 class SlotAttention(DotProductAttention):
-    """The model's attention while its texts are in slots: it passes its arguments to the pass that
-    is being computed."""
+    """The attention of a served model, whose texts are in cache slots, a DotProductAttention: it
+    hands its arguments to the `_Pass` that is being computed."""
 
     under_way: _Pass | None = None
     """The pass that is being computed; set before each one."""
@@ -241,9 +246,9 @@ class Slots:
 
     @torch.inference_mode()
     def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
-        """Process one more token for each of several texts, in one pass; in a pass for each if no
-        shapes give equal bits. rows: slot → (token, its position in the window). Return slot →
-        logits (V,) after that token."""
+        """Add one token to each of several texts, in one forward pass; if no padded shapes were
+        found that give equal bits, in a pass for each text. `rows` maps a slot to (token, its
+        position in the window). Return slot → logits (V,) after that token."""
         if self.shapes.batch_sizes == (1,):
             return {slot: self._write({slot: row}, slot, 1)[0] for slot, row in rows.items()}
         size = next(size for size in self.shapes.batch_sizes if size > max(rows))
@@ -312,9 +317,9 @@ class Slots:
     def _agree(
         self, batch_sizes: Sequence[int], n_keys: int, seeds: Iterable[int], moves: Sequence[int]
     ) -> bool:
-        """Return True if passes of these shapes give made-up rows the same bits as the largest
-        shape does. Tried are all `batch_sizes` with n_keys keys, with rows moved by each number of
-        slots in `moves`, for each of the `seeds`."""
+        """Return True if passes of these padded shapes give the same bits for made-up texts as a
+        pass of the largest shape. Tried are all `batch_sizes` with `n_keys` keys, for each of the
+        `seeds` of made-up texts, which are also moved to other slots, by each number in `moves`."""
         last = min(n_keys, self.context_length) - 1
         for seed in seeds:
             rows = _made_up_rows(self.n_slots, self._vocab_size, last, seed)
@@ -342,8 +347,9 @@ class Slots:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax (B, G, n, T, S) of scores over S keys and, with `sinks` (H,), each head's
-    score for one more, whose weight is left out; H is G · n."""
+    """Return the softmax over S keys of attention scores (B, G, n, T, S). `sinks` (H,), if given,
+    are each head's score for one more key, which takes part in the sum and is left out of the
+    result; H = G · n."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     sink = sinks.to(scores.dtype).view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
@@ -370,9 +376,9 @@ def _made_up_rows(n_rows: int, vocab_size: int, last: int, seed: int) -> list[tu
 
 
 def n_read_in_pieces(n_tokens: int) -> int:
-    """Return how many first tokens of a window with `n_tokens` are read in pieces. If the last
-    piece would have fewer than _LEAST_PIECE tokens, these are processed one by one and not
-    counted."""
+    """Return how many tokens, of a prompt window with `n_tokens`, are read in pieces of several
+    tokens, from the first on. If the last piece would have fewer than _LEAST_PIECE tokens, these
+    are processed one by one instead and not counted."""
     rest = n_tokens % PIECE_TOKENS
     return n_tokens - rest if rest < _LEAST_PIECE else n_tokens
 

@@ -66,7 +66,8 @@ class ServedModel:
         self._lock = threading.Lock()
 
     def described(self) -> str:
-        """Return a line to print: context, slots, cache size, and whether texts share passes."""
+        """Return a line to print about this model: its context length, slots and cache size, and
+        whether texts are computed in common passes."""
         shapes, cache = self.slots.shapes, size(self.slots.cache_bytes)
         how = (
             "each in a pass of its own: on this machine, passes over several round differently"
@@ -118,8 +119,8 @@ class ServedModel:
 
 @dataclass(eq=False)
 class Job:
-    """One request's texts while the model `served` writes them: a queue from the worker's thread to
-    the request."""
+    """One request's texts on their way from the worker's thread, where the model `served` writes
+    them, to the request's coroutine, which reads them from a queue."""
 
     served: ServedModel
     texts: list[Continuation]
@@ -129,8 +130,8 @@ class Job:
     _pieces: list[tuple[int, Piece]] = field(default_factory=list)
 
     def tell(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Add new pieces, (text index, Piece) each; the generator `pieces` yields them. Must be
-        called in the event loop."""
+        """Put new pieces of text, (text index, Piece) each, into the queue from which `pieces`
+        yields them. Must be called in the event loop."""
         for index, piece in pieces:
             self._pieces.append((index, piece))
             if piece.finish_reason or piece.error:
@@ -167,8 +168,9 @@ class Job:
 
 
 class Worker:
-    """The thread that computes for all served models in turn. It starts with this object, and
-    `close` ends it. For each model, at most `most_waiting` texts wait beyond those in slots.
+    """The thread that computes for all served models, one after another. It starts with this
+    object, and `close` ends it. For each model, at most `most_waiting` texts wait besides those
+    that have slots.
 
     Before the first request, add the models and call `use_running_loop`.
     """
@@ -309,9 +311,9 @@ class Worker:
 
 
 def served_model(name: str, loaded: LoadedModel, n_slots: int) -> ServedModel:
-    """Give a loaded model a cache with `n_slots` slots and find its padded shapes by trial. The
-    module must compute nothing else from now on. Raises ConfigError if there is no memory for the
-    cache."""
+    """Make a loaded model ready to be served under `name`: give it a cache for `n_slots` texts, and
+    find by trial the padded shapes of its passes. The module must not be used for anything else
+    from now on. Raises ConfigError if there is no memory for the cache."""
     model, tokenizer = loaded.model, loaded.tokenizer
     assert isinstance(model, GPT)  # no other is loaded without its function
     try:

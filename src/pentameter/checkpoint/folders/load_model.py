@@ -97,8 +97,9 @@ def open_model(
     but its weights are memory-mapped and not read yet. LoRA adapters are added to the weights that
     they adapt, at access.
 
-    table_of: function from a configuration to the table of parameters that its run saves; pass None
-    if a custom model is expected. check: verifies the files of each checkpoint that is considered.
+    table_of: function that returns, for a configuration, the table of parameters that its run
+        saves; None if a custom model is expected.
+    check: verifies the files of each checkpoint that is considered.
     warnings: gets a line for each damaged checkpoint that was skipped, and for anything left out.
 
     If training removes the checkpoint after it was found, the next one is taken. Raises ConfigError

@@ -40,7 +40,8 @@ class Adapters:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk, from a checkpoint or a Hugging Face folder."""
+    """A model on disk, from a checkpoint or a Hugging Face folder: its configuration, its tokenizer
+    and its weights, which are read when they are accessed. A record."""
 
     path: Path
     config: Config

@@ -35,7 +35,8 @@ Check = Callable[[Path, Manifest], None]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every file matched its manifest at opening."""
+    """An open checkpoint: a folder whose files were found to match its manifest when it was opened,
+    with methods that read its tensors and files."""
 
     path: Path
     manifest: Manifest
@@ -197,8 +198,9 @@ def open_checkpoint(path: Path, check: Check = check_content) -> Checkpoint:
 
 
 def _read(path: Path) -> Checkpoint:
-    """Read the manifest and the state in the checkpoint folder `path`, verified; the other files
-    are not opened. Raises CorruptError naming the file that is missing, damaged or malformed."""
+    """Read the manifest and the run's state in the checkpoint folder `path`, check them, and return
+    the Checkpoint; its other files are not opened. Raises CorruptError naming the file that is
+    missing, damaged or malformed."""
     manifest = read_own_manifest(path)
     data = read_checked(path, manifest.files, STATE_NAME, max_bytes=MAX_JSON_BYTES)
     return Checkpoint(path, manifest, decode_json(data, path / STATE_NAME))

@@ -114,8 +114,8 @@ def parse_copy(data: bytes, where: str, step: int) -> Copy:
 
 @dataclass(frozen=True)
 class _Claim:
-    """The content of run.json: the run, and the process that alone copies its checkpoints to this
-    store."""
+    """The content of run.json in an object store: which run has its copies there, and which process
+    alone may write them now."""
 
     run_id: str
     owner: Owner | None
@@ -145,8 +145,8 @@ def _parse_claim(data: bytes, where: str) -> _Claim:
 
 
 class _Upload:
-    """The objects that were written for one copy, all below `prefix`. If the copy fails,
-    `take_back` removes them."""
+    """The objects that were written so far for one copy of a checkpoint; all their names begin with
+    `prefix`. If the copy fails, `take_back` removes them."""
 
     def __init__(self, folder: RemoteFolder, prefix: str) -> None:
         self._folder, self._prefix = folder, prefix
@@ -237,8 +237,9 @@ class RemoteCopies:
         self.is_read = True
 
     def claim(self, run_id: str) -> None:
-        """Write this process into run.json as the one that copies. Raises ConfigError if the store
-        holds copies of another run than `run_id`, StorageError if nothing can be written."""
+        """Become the process that alone copies checkpoints to this store, by writing that into
+        run.json. Raises ConfigError if the store holds copies of another run than `run_id`,
+        StorageError if nothing can be written."""
         if not self.is_read:
             self.read()
         if self.run_id not in (None, run_id):
@@ -300,7 +301,8 @@ class RemoteCopies:
         return copy.n_bytes
 
     def discard_after(self, step: int) -> None:
-        """Remove the copies of steps after `step`. If there are no others, none is removed."""
+        """Remove the copies of steps after `step`. If the store has no copy up to `step`, remove
+        none, so that one is left."""
         if all(each > step for each in self.copies):
             return
         for later in [each for each in self.copies if each > step]:
@@ -329,9 +331,9 @@ class RemoteCopies:
         self.folder.put(RUN_NAME, claim.to_bytes())
 
     def _refuse_other_owner(self) -> None:
-        """Raise StorageError if run.json names another process, which has begun to copy since. The
-        process that was named there before this one began is no reason to stop: the store may have
-        returned an outdated run.json."""
+        """Raise StorageError if another process has written itself into run.json since this one
+        did, to copy in its place. If run.json names the process that was there before this one,
+        that is no error: the store may have returned an outdated content."""
         with suppress(CorruptError):
             claim = self._claim()
             if claim is not None and claim.owner not in (None, self._me, self._before):
@@ -353,8 +355,8 @@ class RemoteCopies:
         self._write_claim()
 
     def _clean_once(self) -> None:
-        """Remove, before the first write, objects of interrupted copies and removals: those in a
-        listing that belong to no copy."""
+        """Remove what interrupted copies and removals have left in the store: the listed objects
+        that belong to no copy. Done once, before the first write."""
         if not self._is_clean:
             for name in self.folder.names():
                 if _is_left(name, self.copies, self._unread):
@@ -433,9 +435,9 @@ def _repeated(read: Callable[[], Result]) -> Result:
 
 
 def _is_left(name: str, copies: Mapping[int, Copy], unread: Collection[int]) -> bool:
-    """Return True if the object `name` is left over from an interrupted copy: its name is one that
-    only copies have, and none of `copies` (step → copy) uses it. Files of the steps in `unread`,
-    whose manifest could not be read, are never left over."""
+    """Return True if the object `name` is left over from an interrupted copy: its name has the form
+    of a copy's object, and none of `copies` (step → copy) uses it. Objects of the steps in
+    `unread`, whose manifest could not be read, do not count as left over."""
     match = _FILE.fullmatch(name)
     if match is None or int(match[1]) in unread:
         return _TEMPORARY.fullmatch(name) is not None

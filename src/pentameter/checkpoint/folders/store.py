@@ -67,13 +67,13 @@ class Saved:
 
 @dataclass
 class _StepFolders:
-    """The step folders of one run: tells valid ones from damaged ones, and renames them so that
-    each appears and disappears as a whole.
+    """The step folders of one run, one for each checkpoint: tells intact ones from damaged ones,
+    and renames them so that each appears and disappears as a whole.
 
     After a crash at any moment, readers and the next process find only complete checkpoints. A
-    checkpoint that this process wrote is known to be valid; `verification` hashes each other one
-    once. `warnings` gets a line for each damaged checkpoint. `fence` is checked before a folder
-    appears or disappears, and raises if another process has taken over the run.
+    checkpoint that this process wrote is known to be intact; `verification` hashes any other once.
+    `warnings` gets a line for each damaged checkpoint. `fence` is called before a folder appears or
+    disappears, and raises if another process has taken over the run.
     """
 
     folder: Path
@@ -86,7 +86,8 @@ class _StepFolders:
     _told: set[str] = field(default_factory=set)
 
     def own(self) -> Iterator[Candidate]:
-        """Yield this run's checkpoints, valid or not, highest step first."""
+        """Yield the folders of this run's checkpoints, whether intact or damaged, the highest step
+        first."""
         for candidate in list_checkpoints(self.folder):
             with suppress(CorruptError):
                 if read_own_manifest(candidate.path).run_id == self.run_id:
@@ -108,8 +109,8 @@ class _StepFolders:
         return manifest.run_id == self.run_id
 
     def ask_for(self, step: int) -> None:
-        """Verify the checkpoint that a save at `step` would replace, if there is one. Call it
-        before anything is changed, so that `publish` knows the result."""
+        """Verify the checkpoint that a save at `step` will replace, if there is one. Call it before
+        the save changes anything; `publish` then uses the result."""
         target = self.folder / step_folder_name(step)
         if os.path.lexists(target):
             self.is_valid(target)
@@ -225,7 +226,8 @@ class _StepFolders:
         self.verification.forget(path)
 
     def remove(self, folder: Path) -> None:
-        """Remove a folder whose name is not a checkpoint's. A failure only adds a warning."""
+        """Remove a folder that has a temporary name, not a checkpoint's. If that fails, only add a
+        warning."""
         try:
             remove_tree(folder)
         except StorageError as error:
@@ -260,8 +262,8 @@ class CheckpointStore:
         )
 
     def with_verification(self, verification: Verification) -> CheckpointStore:
-        """Return a store for the same folder that verifies by `verification`, with a copy of the
-        warnings so far."""
+        """Return a CheckpointStore for the same folder that uses `verification`, and whose list of
+        warnings begins with the present ones."""
         return replace(self, verification=verification, warnings=[*self.warnings])
 
     def save(

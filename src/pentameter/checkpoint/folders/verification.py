@@ -27,8 +27,8 @@ _HASH_THREADS = 8  # of all ranks on a machine together
 
 
 class _UnverifiedError(Exception):
-    """Raised on rank 0 by `check` to interrupt the work in `on_main`: the files at `path` have to
-    be hashed by all ranks first."""
+    """Raised by `check` on rank 0 to interrupt the work in `on_main`: all ranks must first hash the
+    files of the checkpoint at `path`."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(path, manifest)
@@ -36,8 +36,8 @@ class _UnverifiedError(Exception):
 
 
 class Verification:
-    """Results of hashing checkpoints' files, kept since the start, and the means to hash further
-    ones on all ranks of `world`."""
+    """Verifies checkpoints by hashing their files, the work distributed over all ranks of `world`,
+    and keeps the results, so that each checkpoint is hashed once."""
 
     def __init__(self, world: World | None = None) -> None:
         self.world = World() if world is None else world
@@ -89,15 +89,16 @@ class Verification:
             self._hash(*asked)
 
     def among(self, world: World) -> Verification:
-        """Return a Verification for the ranks of another `world` that shares the results known so
-        far. With the default World, rank 0 can verify alone while the others wait."""
+        """Return a Verification for the ranks of another `world`, with the results known so far.
+        With the default World, of one process, rank 0 can verify alone while the others wait."""
         shared = Verification(world)
         shared._found = self._found
         return shared
 
     def _hash(self, path: Path, manifest: Manifest) -> CorruptError | None:
-        """Hash this rank's share of the files, record the result of all ranks and return it: the
-        first damage, None if there is none. Collective."""
+        """Hash the files of the checkpoint at `path` on all ranks, each its part of them. Record
+        the result and return it: the error for the first damaged file, None if all match
+        `manifest`. Collective."""
         world = self.world
         records = hashed_by(manifest.files, world.rank, world.size)
         n_threads = max(1, _HASH_THREADS // world.local_size)

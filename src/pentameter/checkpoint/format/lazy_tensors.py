@@ -135,7 +135,8 @@ def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
 
 
 def few(names: Iterable[str]) -> str:
-    """Join the sorted names with commas; beyond five, the rest become a count."""
+    """Return the names, sorted and joined with commas; of more than five, the first ones and a
+    count of the rest."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
     return ", ".join(ordered[:_N_SHOWN]) + more

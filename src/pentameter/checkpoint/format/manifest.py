@@ -69,9 +69,9 @@ def encode_json(content: Any) -> bytes:
 
 
 def sealed_json(content: dict[str, Any], *parts: str) -> bytes:
-    """Encode a manifest's content as JSON and add `manifest_sha256`, the hash over all the rest.
-    `parts` names the keys of `content` that hold file records; each is written as an object from
-    file name to record."""
+    """Encode the content of a manifest as JSON, with one more key, `manifest_sha256`, the hash of
+    all the rest. `parts` are the keys of `content` whose values are lists of file records; each
+    list is written as an object from file name to record."""
     for part in parts:
         content[part] = {record.pop("name"): record for record in content[part]}
     content["manifest_sha256"] = hashlib.sha256(encode_json(content)).hexdigest()

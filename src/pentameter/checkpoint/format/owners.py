@@ -55,8 +55,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The regions that this rank holds, with their elements (`tensors`), and for each region all
-    ranks that hold it."""
+    """Which regions of which tensors this rank holds, their elements (`tensors`), and for each
+    region the ranks that also hold it. From this follows who writes what in a save."""
 
     tensors: Mapping[Region, torch.Tensor | LazyTensor]
     ranks_of: Mapping[Region, Ranks]
@@ -96,12 +96,14 @@ def holdings(
     meshes: Sequence[DeviceMesh],
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Holdings:
-    """Return this rank's Holdings. Which other ranks hold a region is derived from `meshes`.
+    """Return this rank's Holdings: its regions of the tensors in `groups`, and which ranks hold the
+    same ones, derived from `meshes` without communication.
 
-    Each mesh covers the whole layout, and all its dimensions are named, `pipeline` among them. A
-    tensor belongs to the first mesh that has all the dimensions which shard it. `stages_of` maps a
-    parameter's name to its coordinates along `pipeline` if it is in several stages. The holders are
-    left empty without a mesh, or for a tensor that belongs to none. Raises ValueError for a tensor
+    meshes: cover the whole layout; all their dimensions are named, `pipeline` among them. A tensor
+        belongs to the first mesh that has all the dimensions which shard it.
+    stages_of: parameter name → its coordinates along `pipeline`, if it is in several stages.
+
+    A region's ranks are left empty if its tensor belongs to no mesh. Raises ValueError for a tensor
     whose local region is unknown.
     """
     held = held_regions(groups)
@@ -163,9 +165,10 @@ def _ranks_at(
 
 
 def views_agree(views: Sequence[bytes], meshes: Sequence[DeviceMesh]) -> bool:
-    """Return True if, in each pipeline stage, all ranks expect each other to hold the same regions.
-    `views` has every rank's `Holdings.view`, in rank order; `meshes` are those given to `holdings`.
-    False if there are no meshes. The result is the same on all ranks."""
+    """Return True if, in each pipeline stage, all ranks have derived the same answer to which rank
+    holds which region. `views` are the hashes of these answers (`Holdings.view`) of all ranks, in
+    rank order; `meshes` are those given to `holdings`. False if there are no meshes. The result is
+    the same on all ranks."""
     if not meshes or meshes[0].mesh.numel() != len(views) or not all(views):
         return False
     mesh = meshes[0]
@@ -224,11 +227,13 @@ def _largest_first(region: Region) -> tuple[int, str, str, tuple[int, ...]]:
 
 
 def files_of(own: Iterable[Region], holds: Holdings) -> dict[str, TensorFile]:
-    """Plan the file that holds this rank's own regions, for each group with any: group →
-    TensorFile.
+    """Plan the files that this rank writes in a save, one for each group (`model`, `optimizer`) of
+    which it writes anything: return group → TensorFile.
 
-    `own` are the regions that this rank writes, `holds` has their elements. Raises TypeError for a
-    tensor that cannot be saved.
+    own: the regions that this rank writes.
+    holds: has the regions' elements.
+
+    Raises TypeError for a tensor that cannot be saved.
     """
     by_group: dict[str, list[Region]] = {}
     own = set(own)
@@ -246,8 +251,8 @@ def file_name(group: str, writers: Sequence[int], rank: int) -> str:
 
 
 def _file_of(regions: Sequence[Region], holds: Holdings) -> TensorFile:
-    """Plan the file for these regions in one group. A whole tensor's key is its name; a region's
-    key has its ranges appended."""
+    """Plan the safetensors file for these regions of one group. The key of a whole tensor is its
+    name; that of a region is the name with the ranges of its indices."""
     tensors: dict[str, torch.Tensor | LazyTensor] = {}
     pieces: dict[str, Piece] = {}
     for region in regions:

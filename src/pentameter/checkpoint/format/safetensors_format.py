@@ -60,9 +60,9 @@ class TensorFile:
         return {device for device in devices if device.type == "cuda"}
 
     def copied_to(self, buffer: torch.Tensor) -> TensorFile:
-        """Return the same file with its data copied into `buffer`, uint8 (n_data_bytes,) on the
-        host. If the buffer is pinned, copies from a GPU are only started: synchronize before
-        reading."""
+        """Return the same file, whose data were copied into `buffer`, uint8 (n_data_bytes,) on the
+        host, so that the tensors may change. If the buffer is pinned, copies from a GPU have only
+        been started: synchronize the device before reading."""
         start = 0
         for tensor in self.tensors:
             source = tensor[...].detach()
@@ -82,8 +82,8 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Piece:
-    """The whole tensor (name and shape) to which an entry's region belongs, and the region's offset
-    in it: its first index along each dimension."""
+    """Where a region belongs: the whole tensor's name and shape, and the region's offset in it, its
+    first index along each dimension."""
 
     name: str
     shape: tuple[NonNegativeInt, ...]

@@ -48,7 +48,8 @@ group is absent if this rank writes nothing for it."""
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of the checkpoint at `step`: tensors, state and other files."""
+    """What one checkpoint holds: its `step`, the tensors, the run's state and further small
+    files."""
 
     step: int
     tensors: Groups
@@ -74,9 +75,9 @@ class Contents:
 
 @dataclass
 class Exchanged:
-    """Cache of the lists of regions that ranks sent each other, needed where placements do not
-    determine the holders. It is kept from save to save and used again while every rank's regions
-    stay the same."""
+    """Cache for saves in layouts where it does not follow from the placements which rank holds
+    what, so that ranks must send each other lists of their regions. The lists are used again in
+    later saves while every rank's regions stay the same."""
 
     fingerprints: Sequence[bytes] = ()
     """`Holdings.fingerprint` for each rank in order, from the exchange."""
@@ -135,9 +136,9 @@ def _host_buffer(n_bytes: int, *, pinned: bool) -> torch.Tensor:
 
 @dataclass
 class Save:
-    """A save on one rank, from `plan` to `commit`: the files to write, and the thread that writes
-    them. `started_at` is the time of the plan on the performance counter (seconds); `layout` goes
-    into the manifest."""
+    """One rank's save of a checkpoint, from `plan` to `commit`: the files to write, and the thread
+    that writes them. `started_at` is the time of the plan in seconds, from time.perf_counter();
+    `layout` goes into the manifest."""
 
     step: int
     folder: Path
@@ -173,7 +174,8 @@ class Save:
 
     @property
     def is_beside(self) -> bool:
-        """True if a thread writes, or has written, the files while training goes on."""
+        """True if the files are, or were, written by a thread while training goes on; False if
+        training waits for them."""
         return self._thread is not None
 
     @property

@@ -62,8 +62,9 @@ class Projections:
 
 @dataclass(frozen=True)
 class Family:
-    """Description of a Hugging Face architecture, as tables. A file in `families/` says in which it
-    is not like Llama."""
+    """How one architecture of Hugging Face (a model family such as Llama) corresponds to `[model]`,
+    as tables: names of tensors, keys of config.json. Each file in `families/` says how its family
+    differs from Llama."""
 
     label: str
     """Its name in messages, such as `Llama`."""
@@ -133,8 +134,8 @@ class Family:
 
     @cached_property
     def not_needed(self) -> frozenset[str]:
-        """pentameter keys that config.json does not hold: only the weights express them, or they do
-        not affect written weights."""
+        """The `[model]` keys that a config.json of this family need not hold, because the weights
+        alone express them, or because they do not affect written weights."""
         return frozenset(self.not_written.keys() - self.written.keys() | self.read.keys())
 
     @cached_property

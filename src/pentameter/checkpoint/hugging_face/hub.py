@@ -243,8 +243,9 @@ _REFUSALS = {
 
 
 def _failure(address: HubAddress, error: Exception) -> PentameterError:
-    """Build the error for a request that failed: ConfigError if the Hub answers with 404, else
-    StorageError. It has the repository, the reason and the remedy."""
+    """Return the error to raise for a failed request about the repository `address`: ConfigError if
+    the Hub answers with 404, else StorageError. Its message names the repository, the reason and a
+    remedy."""
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,

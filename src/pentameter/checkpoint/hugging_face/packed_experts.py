@@ -36,7 +36,8 @@ def _matrix(name: str) -> tuple[str | None, str | None]:
 
 
 def _their_name(name: str) -> str:
-    """Return the name of the folder's tensor that holds the parameter `name`."""
+    """Return the name of the tensor in a Hugging Face folder that holds the parameter called `name`
+    here."""
     found = _OF_EXPERTS.fullmatch(name)
     if found is None:
         return name.removesuffix(".weight") if name.endswith(".sinks.weight") else name
@@ -45,9 +46,10 @@ def _their_name(name: str) -> str:
 
 
 def pack(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the folder's tensors by name, in the order of `tensors`, which are all parameters by
-    name. Each expert's matrix (N, K) is transposed to (K, N), and gate and up become one tensor.
-    The results are lazy: nothing is computed before an access."""
+    """Convert experts' parameters to the tensors of a Hugging Face folder: each expert's matrix (N,
+    K) is transposed to (K, N), and gate and up become one tensor. `tensors` maps names to all
+    parameters of the model. Returns the folder's tensors by name, in the same order; they are lazy:
+    nothing is computed before an access."""
     packed: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         matrix, kind = _matrix(name)
@@ -78,9 +80,9 @@ def unpack(tensors: Mapping[str, LazyTensor], names: Iterable[str]) -> dict[str,
 
 
 def form_of(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> StoredForm:
-    """Return the tensors that a folder must have for parameters with these `shapes`. `names` are
-    the tensors that it does have: if one ends in `_blocks`, experts' matrices are expected in 4
-    bits."""
+    """Return names and shapes of the tensors that a Hugging Face folder must have for parameters
+    with these `shapes`. `names` are the tensors that it does have: if one ends in `_blocks`, the
+    experts' matrices are expected in 4 bits."""
     import torch
 
     def nothing(target: torch.Tensor, region: tuple[slice, ...]) -> None:

@@ -55,10 +55,10 @@ def _write_windows(model: ModelConfig) -> dict[str, Any]:
 def _read_windows(
     content: Content, section: Content, *, has_window: Callable[[int, int], bool]
 ) -> dict[str, Any]:
-    """Return `sliding_window` and `sliding_window_pattern` from config.json. If it does not list
-    each layer's kind (`layer_types`), `has_window(layer, max_window_layers)` decides whether a
-    layer has a window. Raises ValueError unless all layers have a window, or none, or all but every
-    nth."""
+    """Read `sliding_window` and `sliding_window_pattern` from config.json (`content`), and return
+    them. If it does not list each layer's kind (`layer_types`), `has_window(layer,
+    max_window_layers)` says whether a layer has a window. Raises ValueError unless all layers have
+    a window, none has, or all have but every nth."""
     size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
     n = content.get("max_window_layers", 28)
     if type(n) is not int:

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strip:
-    """Rows in the pentameter tensor `ours` that equal as many rows in the family's tensor `theirs`
-    (before any transposition), in the same order."""
+    """A correspondence of rows: some rows of the tensor `ours`, named as in this package, equal as
+    many rows of the tensor `theirs` of a Hugging Face family (before any transposition), in the
+    same order."""
 
     ours: str
     rows: range
@@ -48,7 +49,8 @@ class Strip:
 
 @dataclass(frozen=True)
 class RowSource:
-    """The rows `source_rows` of `tensor`, to be copied into as many `rows` of the result."""
+    """Where some rows of a tensor come from: its `rows` are copied from the rows `source_rows`, as
+    many, of `tensor`."""
 
     rows: range
     tensor: torch.Tensor | LazyTensor
@@ -57,7 +59,8 @@ class RowSource:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """All strips between a model's tensors and a family's."""
+    """The map between a model's tensors here and those of a Hugging Face family, as a list of
+    strips (rows that correspond to each other)."""
 
     strips: tuple[Strip, ...]
     our_shapes: Mapping[str, tuple[int, ...]]
@@ -226,8 +229,8 @@ def _strips(
 
 
 def _same_rows(spec: ParameterSpec, name: str) -> Strip:
-    """Return the strip for a parameter that has all rows of the tensor `name`, in the same
-    order."""
+    """Return the Strip for a parameter that consists of the same rows as the family's tensor
+    `name`, in the same order."""
     rows = range(spec.shape[0])
     return Strip(spec.name, rows, name, rows)
 
@@ -273,8 +276,9 @@ def _expert_strips(
 
 
 def _projected(model: ModelConfig, module: str) -> Iterator[tuple[int, int]]:
-    """Yield (part, head) for each block of K rows (K is the head size) in the pentameter projection
-    `module`, in row order; part 0 is queries, 1 keys, 2 values."""
+    """Yield (part, head) for each block of K rows of the projection `module` in this package, in
+    row order. part is 0 for queries, 1 for keys and 2 for values, head the number of the head; K is
+    the head size."""
     parts = projections(model)[module.rpartition(".")[2]]
     n_heads = model.attention.n_heads if 0 in parts else model.attention.kv_heads
     return ((part, head) for head in range(n_heads) for part in parts)

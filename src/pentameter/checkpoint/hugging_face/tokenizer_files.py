@@ -216,7 +216,8 @@ def _text(token: Any) -> str | None:
 
 
 def _ids_before(processor: Any) -> list[Any]:
-    """Return the ids that a parsed post-processor puts before a text."""
+    """Return the ids that a tokenizer puts before a text. `processor` is the post-processor in a
+    parsed tokenizer.json."""
     match processor:
         case {"type": "Sequence", "processors": list(within)}:  # the last is the outermost
             return [each for step in reversed(within) for each in _ids_before(step)]

@@ -47,9 +47,9 @@ _NOTE = "_pentameter_as_made"
 
 @dataclass(frozen=True)
 class _Noted:
-    """A value that an optimizer had when it was constructed, as the packed value `tree`. If the
-    value holds tensors or objects that cannot be packed, `is_plain` is False, and it cannot be made
-    again from `tree`."""
+    """A value that a custom optimizer had when it was constructed, in packed form (`tree`). If it
+    held tensors, or objects that cannot be packed, `is_plain` is False, and the value cannot be
+    made again from `tree`."""
 
     tree: Tree
     is_plain: bool
@@ -57,8 +57,8 @@ class _Noted:
 
 @dataclass(frozen=True)
 class _AsMade:
-    """The values that an optimizer had when it was constructed: those of each parameter group, by
-    key, and its attributes, by name."""
+    """All values that a custom optimizer had when it was constructed: those of each parameter
+    group, by key, and its attributes, by name. Later changes are found by comparing with them."""
 
     groups: list[dict[str, _Noted]]
     attributes: dict[str, _Noted]
@@ -118,9 +118,9 @@ def custom_values(optimizer: Optimizer, held: Held, world: World) -> bytes:
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any], whose: str) -> None:
-    """Add another rank's packed values, `other`, to `into`. Raises ConfigError, naming the
-    optimizer's class `whose`, if the two have different values for the same parameter or
-    attribute."""
+    """Add the packed values of another rank, `other`, to those in `into`, in place. Raises
+    ConfigError, naming the optimizer's class `whose`, if the ranks have different values for the
+    same parameter or attribute."""
     differing = [] if into["outside"] == other["outside"] else ["tensors outside of states"]
     for path in into["optimizers"].keys() | other["optimizers"].keys():
         ours, theirs = (each["optimizers"].get(path, {}) for each in (into, other))
@@ -200,8 +200,8 @@ def _packed_part(
 
 
 def _common(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose value is one and the same object in all parameter groups that have the
-    key, if these are several."""
+    """Return the keys that several parameter groups have with one and the same object as value; a
+    change of that object changes all of these groups."""
     ids: dict[str, list[int]] = {}
     for group in groups:
         for key, value in _settings(group).items():
@@ -263,8 +263,8 @@ def _of_every_optimizer() -> frozenset[str]:
 
 
 def _parameter_of(name: str) -> str:
-    """Return the name of the parameter to whose state the tensor `name` belongs; "" if it belongs
-    to none."""
+    """Return the name of the parameter to which a saved tensor of the optimizer's state belongs,
+    from the tensor's `name` (PARAMETER.SLOT); "" if it belongs to none."""
     return name.rpartition(".")[0]
 
 

@@ -52,8 +52,8 @@ _MAX_DEPTH = 100  # of values within one another
 
 
 def _made_of(value: Any) -> tuple[str, Any] | None:
-    """Return (kind, simpler values) for a value that can be made from simpler values: kind is a key
-    in `_MADE_FROM`. Return None for any other value."""
+    """If `value` can be made again from simpler values, such as a tuple from a list, return (kind,
+    simpler values), where kind is a key in `_MADE_FROM`. Return None for any other value."""
     found: tuple[str, Any] | None = None
     match value:
         case np.generic() if value.dtype in _NUMBERS:
@@ -104,8 +104,8 @@ for it."""
 
 @dataclass
 class Packer:
-    """Turns values of an optimizer of class `whose` into packed values, and collects their tensors
-    by name in `tensors`.
+    """Turns the values that an optimizer of class `whose` keeps into packed values, which JSON can
+    hold, and collects their tensors by name in `tensors`.
 
     A tensor in the state of a parameter (one in `held`) is named `PARAMETER.SLOT`, any other
     `.WHERE/HASH`. A tensor that occurs twice is kept once. Raises ConfigError for a tensor that
@@ -338,8 +338,8 @@ class Unpacker:
 
 
 def is_helper(tree: Tree) -> bool:
-    """Return True if a packed value is only the class name of an object that could not be
-    packed."""
+    """Return True if a packed value holds only the name of a class, since an object of that class
+    could not be packed."""
     return isinstance(tree, dict) and tree.keys() == {"object"}
 
 

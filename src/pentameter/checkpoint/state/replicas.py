@@ -62,8 +62,9 @@ def differing_replicas(
 def _hash_of_sets(
     ranks_of: Mapping[Region, Ranks], hashes: Mapping[Region, int]
 ) -> dict[Ranks, bytes]:
-    """Return set of ranks → hash (8 bytes) over all regions that exactly these ranks hold, for each
-    set of several ranks. `hashes` has each region's content hash."""
+    """Return, for each set of several ranks that hold the same regions, a hash (8 bytes) over all
+    regions that exactly these ranks hold. `ranks_of` maps a region to its ranks, `hashes` to the
+    hash of its content."""
     content: dict[Ranks, list[tuple[str, int]]] = {}
     for region, ranks in ranks_of.items():
         if len(ranks) > 1:
@@ -75,8 +76,9 @@ def _hash_of_sets(
 
 
 def _some_differ(sums: Sequence[Mapping[Ranks, bytes]]) -> bool:
-    """Return True if any set of ranks has members with different hashes. `sums` holds, for each
-    rank in order, the result that `_hash_of_sets` gave there: ranks → hash."""
+    """Return True if ranks that hold the same regions have different hashes of them. `sums` has an
+    entry for each rank, in order, from `_hash_of_sets` there: set of ranks → hash of what exactly
+    these ranks hold."""
     every = {ranks for of_rank in sums for ranks in of_rank}
     return any(len({sums[rank].get(ranks) for rank in ranks}) > 1 for ranks in every)
 

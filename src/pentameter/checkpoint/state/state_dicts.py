@@ -222,9 +222,10 @@ def _fill(
 def _slots_to_load(
     optimizer: torch.optim.Optimizer, held: Held, tensors: Tensors
 ) -> dict[str, set[str]]:
-    """Return, for each parameter that this optimizer holds, the slots that `tensors` must have: all
-    slots that a known kind keeps, or for an unknown kind those that were saved. Raises CorruptError
-    for a slot that a known kind does not keep."""
+    """Return, for each parameter that this optimizer holds, the names of the state tensors
+    ("slots", such as `exp_avg`) that `tensors` must have for it: all that an optimizer of a known
+    class keeps, or for an unknown class those that were saved. Raises CorruptError for a slot that
+    a known class does not keep."""
     kept: dict[str, set[str]] = {name: set() for name, _ in held}
     for parameter, _, slot in (name.rpartition(".") for name in tensors):
         if parameter in kept:
@@ -272,8 +273,8 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """Return the slots that an optimizer keeps per parameter once it has stepped; None for an
-    unknown class."""
+    """Return the names of the state tensors ("slots", such as `exp_avg`) that an optimizer keeps
+    for each parameter once it has made a step; None for an unknown class."""
     import torch
 
     from pentameter.optim.expert_muon import ExpertMuon

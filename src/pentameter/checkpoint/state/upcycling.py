@@ -29,9 +29,10 @@ def dense_architecture(model: ModelConfig) -> ModelConfig:
 
 
 def dense_name(name: str) -> str:
-    """Return the name that a mixture's parameter has in the dense model: `blocks.0.mlp.up.weight`
-    for `blocks.0.experts.up.weight`. A router has no counterpart there: for its parameters, the
-    returned name does not exist in the dense model."""
+    """Return the name that a parameter of a model with experts has in the dense model whose
+    feed-forward layers the experts are copied from: `blocks.0.mlp.up.weight` for
+    `blocks.0.experts.up.weight`. For a router's parameters, the returned name does not exist in the
+    dense model, as they have no counterpart there."""
     return name.replace(".experts", ".mlp", 1)
 
 

@@ -19,13 +19,14 @@ CHECKPOINTS = (None, "selective", "full")
 def settings_that_fit(
     plan: Plan, usable_bytes: float, precision: str | None, *, drops_by_blocks: bool = False
 ) -> list[tuple[str, Verdict]]:
-    """Return changes to a Plan with which a rank's bytes fit `usable_bytes`, then changes with
-    which they are tight. Each is given as command-line options ("--train.micro-batch-size 1") with
-    its verdict. Tried are single changes, then full recomputation with micro-batches of one
-    sequence, then both of these with ZeRO 3.
+    """Return changes of settings with which the bytes of the fullest rank fit into `usable_bytes`,
+    then changes with which they are tight. Each is a pair (command-line options such as
+    "--train.micro-batch-size 1", verdict). Single changes are tried, then full recomputation with
+    micro-batches of one sequence, then both of these with ZeRO 3.
 
+    plan: the Plan to be changed.
     precision: the matmul precision; None for `train.precision`, with fp32 for `auto`.
-    drops_by_blocks: attention dropout does not write out the weights.
+    drops_by_blocks: True if kernels apply attention dropout without storing the attention weights.
     """
     ways = [[change] for change in single_changes(plan)]
     smallest: list[Change] = [
@@ -48,9 +49,10 @@ def settings_that_fit(
 def fitting_micro_batches(
     plan: Plan, usable_bytes: float, precision: str | None, *, drops_by_blocks: bool = False
 ) -> int:
-    """Return the sequences in the largest micro-batch, up to the Plan's, with which a rank's bytes
-    fit `usable_bytes`; if with none they fit, the largest with which they are tight; else the
-    Plan's own. Other arguments as for `settings_that_fit`."""
+    """Return the largest micro-batch, in sequences, up to the Plan's own, with which the bytes of
+    the fullest rank fit into `usable_bytes`. If none fits, return the largest with which they are
+    tight; if there is none either, the Plan's own. The other arguments are as for
+    `settings_that_fit`."""
     rows = plan.batch_size // plan.layout.n_batch_shards
     tight = None
     for size in reversed([size for size in divisors(rows) if size <= plan.micro_batch_size]):

@@ -34,8 +34,8 @@ gradient norm), whichever ranks they span."""
 
 @dataclass(frozen=True)
 class Communication:
-    """Number of calls of one kind of collective or message along one mesh dimension, and the total
-    bytes passed to them."""
+    """How much one kind of collective or message sends along one mesh dimension: the number of
+    calls, and the total bytes passed to them."""
 
     calls: int
     n_bytes: int
@@ -146,8 +146,8 @@ class _RankCommunication:
         self.operations = count(step, self.coordinates, runs)
 
     def gradient_bytes(self, specs: Sequence[ParameterSpec]) -> list[int]:
-        """Return, for each parameter, the bytes of the gradient that this rank holds after the
-        backward pass; only its shard with ZeRO."""
+        """Return, for each parameter in `specs`, the bytes of the gradient that this rank holds
+        after the backward pass; with ZeRO, those of its shard alone."""
         return [
             self.step.element_bytes * self.sharding.zero_elements(spec, self.parameter_coordinates)
             for spec in specs
@@ -159,8 +159,8 @@ class _RankCommunication:
         return sum(elements(spec, coordinates) for spec in specs)
 
     def count_numbers(self) -> None:
-        """Count the target count before the step, the loss and the gradient norm after it: one fp64
-        each."""
+        """Count the all-reduces of single numbers in a step, one fp64 each: the number of targets
+        before the passes, the loss and the gradient norm after them."""
         self.counter.add(WORLD, "all_reduce", 8, calls=3)
 
     def count_messages(self) -> None:
@@ -240,8 +240,8 @@ class _RankCommunication:
                     self.counter.add(replica, "all_reduce", n_bytes)
 
     def count_tied(self) -> None:
-        """Count the all-reduce that sums the tied embedding's gradient in the first stage with its
-        copy's in the last; none if both stages are on one rank."""
+        """Count the all-reduce of a tied embedding's gradient over the first and the last pipeline
+        stage, which both hold the parameter. There is none if both stages are on one rank."""
         layout, model = self.layout, self.config.model
         if layout.pipeline == 1 or layout.turns_back or not model.tied_head:
             return

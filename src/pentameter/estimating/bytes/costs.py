@@ -36,8 +36,8 @@ RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a resolved configuration in a layout; a frozen record from which all
-    estimates are computed."""
+    """What one optimizer step is, for estimates: the resolved configuration, its layout and the
+    precision. A frozen record."""
 
     config: Config
     layout: Layout
@@ -123,8 +123,9 @@ class Step:
 
     @property
     def rows_over_mean(self) -> float:
-        """The most rows that a rank's experts get ÷ the mean over ranks: `imbalance`, but at most
-        the number of ranks that hold different experts."""
+        """How much more than the mean over ranks the fullest rank's experts receive, as a factor on
+        the number of rows: `imbalance`, but at most the number of ranks that hold different
+        experts."""
         return min(self.imbalance, self.layout.expert)
 
     def bytes_of(self, tensor: ActivationTensor) -> int:
@@ -183,8 +184,9 @@ def pass_seconds(step: Step) -> list[PassSeconds]:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Activation bytes of one micro-batch, on the rank that has the largest shard of each tensor.
-    The argument `run` of methods is a stage's operations in order."""
+    """Estimates the bytes of activations in one micro-batch, on the rank that has the largest shard
+    of each tensor. The argument `run` of its methods is a stage's operations in the order in which
+    they are computed."""
 
     step: Step
 
@@ -247,17 +249,18 @@ class ActivationBytes:
         return op.kind == "product" or by_blocks
 
     def _gathers_again(self, op: Operation) -> bool:
-        """Whether the backward pass of a matmul all-gathers its input again, because only its
-        sequence shard is saved. So it is with `sequence` for column-parallel matmuls that are
-        computed together with those of the same input (`rules.reads_at_once`)."""
+        """True if the backward pass of a matmul all-gathers its input again, because the forward
+        pass saved only this rank's sequence shard of it. That is so with sequence parallelism, for
+        column-parallel matmuls that are computed together with others of the same input
+        (`rules.reads_at_once`)."""
         reads_stream = op.kind == "product" and op.reads[0].axes[0] == "time"
         at_once = self.step.rules.reads_at_once(self.step.config.lora)
         return reads_stream and at_once and self.step.layout.sequence
 
     def attending(self, run: Sequence[Operation]) -> int:
-        """Return the bytes at the peak of ring attention's backward pass beyond those that a block
-        saves: its buffers and two gradients of the stream, after later tensors in the block are
-        freed. 0 without a ring."""
+        """Return how many more bytes are held at the peak of ring attention's backward pass than
+        the block saves: its buffers, and two gradients of the residual stream, when tensors of
+        later operations are freed. 0 without ring attention."""
         if not self.step.layout.has_ring:
             return 0
         most = 0
@@ -296,9 +299,9 @@ class ActivationBytes:
                 refuse_unknown(unknown, "train.activation_checkpoint", "the planner's memory")
 
     def between_backward_halves(self, run: Sequence[Operation]) -> int:
-        """Return the bytes that a split backward pass holds between its halves (gradients for the
-        input, then for the weights): the gradients of results computed with a block's
-        parameters."""
+        """Return the bytes that a stage holds between the two halves of a split backward pass
+        (first the gradient of the input, later those of the weights): the gradients of all results
+        that its parameters were used to compute."""
         return sum(
             n * self.of(op.result for op in block if op.parameters)
             for block, n in _alike_blocks(run)
@@ -337,9 +340,9 @@ class ActivationBytes:
         return rounded + logits + self.of(head.saves) + self._matmul_blocks(head, n_rows)
 
     def multiplying(self, run: Sequence[Operation]) -> int:
-        """Return the largest extra bytes during any matmul's backward pass in a block, for blocks
-        received from other ranks: in grids, and if inputs are gathered again under sequence
-        parallelism; 0 otherwise."""
+        """Return the most extra bytes that a matmul of a block takes during its backward pass for
+        blocks from other ranks. There are some in a grid of ranks (2d, 2.5d, 3d), and with sequence
+        parallelism if inputs are gathered again; 0 otherwise."""
         n_tokens = self.step.micro_batch_size * self.step.config.model.context_length
         n_tokens = self.step.sharding.local_shape((n_tokens,), ("context",))[0]
         products = [op for op in run if op.kind == "product"]
@@ -399,6 +402,6 @@ def attention_elements(
 
 
 def _alike_blocks(run: Sequence[Operation]) -> list[tuple[list[Operation], int]]:
-    """Return one example block (its operations) for each kind in `run`, with the number of such
-    blocks."""
+    """Group the blocks of a stage, whose operations are `run`, by kind. Return for each kind (the
+    operations of one such block, the number of such blocks)."""
     return (run if isinstance(run, Run) else Run(run)).alike_blocks

@@ -122,8 +122,8 @@ class GridCommunication(OperationCommunication):
         yield Sent("row", "reduce_scatter", self.summed_bytes * block)
 
     def _gathered(self, n: int) -> int:
-        """Return how many elements a rank holds after all-gathering, along `row`, a dimension with
-        `n` elements; shards are padded to the largest."""
+        """Return the number of elements that a rank has after an all-gather along `row` of a
+        dimension with `n` elements; shards are padded to the size of the largest."""
         layout = self.step.layout
         return shard_size(n, layout.parameter_sizes["row"], 0) * layout.sizes["row"]
 

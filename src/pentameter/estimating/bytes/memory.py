@@ -98,7 +98,8 @@ def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -
 
 
 def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return the tuples that are not exceeded or equalled in every component by another tuple."""
+    """Return those tuples that no other tuple equals or exceeds in every component. Only they can
+    give the peak."""
     return [
         one
         for one in peaks
@@ -163,21 +164,22 @@ class _FsdpUnit:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Bytes held at one moment in a step, besides weights and optimizer state: `state_bytes` for
-    gradients, gathered weights and buffers, the rest for activations."""
+    """Bytes that a rank holds at one moment of a step, beyond weights and optimizer state:
+    `state_bytes` for gradients, gathered weights and buffers, the other field for activations."""
 
     state_bytes: int
     activations_bytes: float = 0.0
 
 
 def _peak(points: Iterable[_Snapshot], received: int) -> int:
-    """Return the most bytes at one of these moments, with `received` bytes of messages."""
+    """Return the most bytes that are held at any of these moments, counting the buffers of
+    `received` pipeline messages' bytes, too."""
     return round(max(point.state_bytes + received + point.activations_bytes for point in points))
 
 
 class _RankActivations:
-    """Activation bytes on the rank at one `pipeline` coordinate, with coordinate 0 along every
-    other mesh dimension."""
+    """Computes the bytes of activations on one rank, given by its `pipeline` coordinate; its
+    coordinates along other mesh dimensions are 0."""
 
     def __init__(self, step: Step, coordinate: int) -> None:
         self.costs = ActivationBytes(step)
@@ -232,8 +234,9 @@ class _RankActivations:
 
 
 class _RankMemory:
-    """Computes the Memory of the rank at one `pipeline` coordinate, with coordinate 0 along every
-    other mesh dimension; holds everything that follows from its parameters alone."""
+    """Computes the memory that one rank needs, given by its `pipeline` coordinate; its coordinates
+    along other mesh dimensions are 0. Whatever follows from its parameters alone is computed
+    once."""
 
     def __init__(self, step: Step, coordinate: int) -> None:
         """Prepare to compute the memory of one rank.
@@ -263,8 +266,12 @@ class _RankMemory:
         )
 
     def memory(self, activations: int, later_activations: int, received: int) -> Memory:
-        """Return this rank's Memory, given its peak activation bytes over the step and after the
-        first backward pass, and its bytes of messages in flight."""
+        """Return this rank's Memory (bytes by component).
+
+        activations: the peak of its activation bytes over the step.
+        later_activations: the peak after the first backward pass, when gradients exist.
+        received: bytes of pipeline messages that wait on this rank.
+        """
         self.activations_bytes, self.later_activations_bytes = activations, later_activations
         points = list(
             self.fsdp.snapshots() if self.step.sharding.data_sum == "fsdp" else self.without_zero()
@@ -393,8 +400,8 @@ class _FsdpSnapshots:
     weights, and for activations, besides weights and optimizer state."""
 
     def __init__(self, rank: _RankMemory, *, offload: bool = False) -> None:
-        """offload: count device memory only, which a shard of gradients leaves as soon as it is
-        reduced."""
+        """Prepare the moments of a step of `rank` under ZeRO. With `offload`, only device memory is
+        counted, which a gradient's shard leaves as soon as it is reduced."""
         self.rank = rank
         self.offload = offload
 
@@ -404,8 +411,8 @@ class _FsdpSnapshots:
 
     @property
     def adds_whole(self) -> bool:
-        """Whether micro-batches accumulate gradients unsharded, so that they are reduced only once
-        per step: with several micro-batches, under ZeRO 1 or in a pipeline."""
+        """True if micro-batches add up gradients before they are sharded, so that they are reduced
+        once per step: with several micro-batches, under ZeRO 1 or in a pipeline."""
         return self.rank.accumulates and not self.rank.step.rules.reduces_each_micro_batch
 
     @cached_property
@@ -508,9 +515,9 @@ class _FsdpSnapshots:
         yield _Snapshot(accumulated + (0 if adds_whole else fresh) + root.padded + root.shard)
 
     def arriving(self, unit: _FsdpUnit) -> int:
-        """Return the bytes of a unit's new gradients at the end of its backward pass, besides
-        accumulated ones. Only the largest parameter's count if they are accumulated in place, in
-        the dtype that they are computed in."""
+        """Return the bytes of the new gradients of `unit` at the end of its backward pass, beyond
+        those accumulated before. If they are added in place, in the dtype in which they are
+        computed, only the largest parameter's count, as each is freed once it is added."""
         return unit.largest if self.adds_whole and unit.fresh == unit.whole else unit.fresh
 
     def in_pipeline(self) -> Iterator[_Snapshot]:

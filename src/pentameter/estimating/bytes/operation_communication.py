@@ -42,7 +42,8 @@ OF_MATRICES: tuple[CollectiveKind, ...] = ("gather", "sum")
 
 
 class Sent(NamedTuple):
-    """Calls of one collective or message along one mesh dimension, by a rank in one micro-batch."""
+    """How often one rank calls one kind of collective or message along one mesh dimension, in one
+    micro-batch, and with how many bytes."""
 
     dimension: str
     kind: Kind
@@ -54,8 +55,9 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class OperationCommunication:
-    """The communication in one micro-batch by the rank at mesh `coordinates`. `runs` holds the
-    operations in each of its pipeline stages."""
+    """Computes what one rank sends and receives in one micro-batch for the operations of its
+    pipeline stages. `coordinates` are the rank's on the mesh; `runs` has the operations of each of
+    its stages."""
 
     step: Step
     coordinates: Mapping[str, int]
@@ -224,9 +226,9 @@ class OperationCommunication:
         return is_full and op.name in self.repeated
 
     def _tokens(self, op: Operation, x: ActivationTensor, dimension: str) -> Iterator[Sent]:
-        """Yield the all-gathers among ranks that have the same tokens and shard these among
-        themselves for the experts: of the outputs, and of the gradients of the tokens and of their
-        k weights each."""
+        """Yield the calls among ranks that have the same tokens and take a shard of them each
+        through the experts: all-gathers of the outputs, and, in the backward pass, of the gradients
+        of the tokens and of their k weights each."""
         model, n = self.step.config.model, self._bytes_of_all_tokens(x) // self.step.bytes_of(x)
         outputs = Sent(dimension, "all_gather", n * self.step.summed_bytes)
         yield outputs

@@ -15,9 +15,10 @@ ROOT = ""
 
 
 def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
-    """Return a stage's FSDP units, name → parameters that are gathered and reduced together. Each
-    sub-layer in execution order is one. Norms, routers and what every token takes beside experts
-    are units of their own. The rest is ROOT, which comes last."""
+    """Group a stage's parameters as FSDP gathers and reduces them: return unit's name → its
+    parameters. Each sub-layer is a unit, in the order of execution. Norms, routers, and what every
+    token takes beside the experts, are units of their own. All others form the unit ROOT, which
+    comes last."""
     found: dict[str, list[ParameterSpec]] = {}
     for spec in specs:
         names = spec.name.split(".")  # blocks.LAYER.SUB_LAYER.MODULE.weight
@@ -50,9 +51,9 @@ def stage_tables(
 
 
 def alike_stages(model: ModelConfig, layout: Layout, stages: Sequence[range]) -> list[list[int]]:
-    """Return the `pipeline` coordinates in groups that need only one estimate: ranks with equal
-    kinds of stages (`stage_kind`), of which the same ones directly follow another stage on their
-    rank. `stages` lists each stage's layers."""
+    """Return the `pipeline` coordinates in groups, of which one estimate serves all: their ranks
+    have equal kinds of stages (`stage_kind`), and the same of these stages directly follow another
+    stage on their rank. `stages` lists the layers of each stage."""
     found: dict[object, list[int]] = {}
     for coordinate in range(layout.pipeline):
         numbers = layout.stages_of(coordinate)
@@ -62,7 +63,8 @@ def alike_stages(model: ModelConfig, layout: Layout, stages: Sequence[range]) ->
 
 
 def stage_kind(model: ModelConfig, layers: range) -> object:
-    """Return a hashable key that is equal for stages with the same ends of the model and equally
-    many layers of each kind (with experts or without, and of each window)."""
+    """Return a hashable key that is equal for stages that cost the same: they have the same of
+    embedding and head, and equally many layers of each kind (with experts or without, and of each
+    attention window)."""
     kinds = Counter((model.experts.are_in(layer), model.window(layer)) for layer in layers)
     return frozenset(kinds.items()), layers.start == 0, layers.stop == model.n_layers

@@ -181,7 +181,8 @@ class Candidates:
 
     @cached_property
     def _numbers(self) -> tuple[_Elements, _Elements]:
-        """Elements in all weights with their optimizer state, and in the trained weights."""
+        """Two element counts: that of all weights with their optimizer state, and that of the
+        trained weights."""
         table, optimizer = self.plan.table, self.plan.config.optimizer
         trained = [spec for spec in table if spec.is_trained]
         states = (spec.n_elements * optimizer_slots(optimizer, spec) for spec in trained)
@@ -358,9 +359,10 @@ class _Bound:
         return max(slowest, sent) + hidden
 
     def exchange_of_layer(self, step: Step) -> float:
-        """Return the minimum seconds per micro-batch that a layer with experts waits for the
-        exchange of rows, forward and backward; 0 if its experts are not sharded. Each token's k
-        rows travel twice in each pass, to every shard of an expert."""
+        """Return a lower bound on the seconds that one layer with experts waits for the exchange of
+        rows between ranks, per micro-batch, forward and backward together; 0 if its experts are not
+        sharded. The k rows of each token are sent to their experts and back in each pass, and to
+        every shard of an expert."""
         layout, model = self.layout, step.config.model
         if not layout.shards_experts:
             return 0.0
@@ -393,10 +395,10 @@ class _Bound:
         return (1 + gathers / 2 + self.cluster.device.calibration.interference_share) * one
 
     def gradients_and_weights(self, step: Step) -> float:
-        """Return the minimum seconds in a step for summing gradients and gathering weights over
-        data-parallel ranks, in one call per step, or one per ZeRO unit. For parameters that
+        """Return a lower bound on the seconds per step for summing gradients and gathering weights
+        over data-parallel ranks, in one call per step, or one per ZeRO unit. Of parameters that
         tensor-parallel ranks replicate, only 1/tensor is counted; those of sharded experts, which
-        have links of their own, are left out."""
+        have groups of their own, are left out."""
         rules, M, links = self.rules, step.n_micro_batches, self.links
         data_sum = step.sharding.data_sum
         if data_sum == "none":

@@ -133,11 +133,12 @@ def fastest(every: Candidates, *, n_best: int, most_timed: int, allowed: Allowed
 
 
 class _Fastest:
-    """The fastest of the timed candidates for each mesh; `n_best` of them are kept. Candidates are
-    offered in the order of their bounds."""
+    """Keeps the fastest candidate for each mesh among those whose time was estimated in full;
+    `n_best` of them are wanted. Candidates are offered in the order of their lower bounds."""
 
     def __init__(self, cluster: Cluster, n_best: int, most_timed: int) -> None:
-        """At most `most_timed` candidates are timed."""
+        """Begin without candidates, for layouts on `cluster`. `n_best` is the number of meshes to
+        keep, `most_timed` how many candidates are timed in full at most."""
         self.cluster = cluster
         self.n_best = n_best
         self.most_timed = most_timed
@@ -149,13 +150,15 @@ class _Fastest:
         """Seconds per step that the next candidate must stay below to be among the best."""
 
     def is_done(self, candidate: LayoutCandidate) -> bool:
-        """Whether neither this candidate nor any with a higher bound is to be timed."""
+        """True if the search can end before `candidate`: neither it nor any later one, whose bounds
+        are higher, needs to be timed."""
         if self.n_best < 1 or candidate.bound >= self._limit:
             return True
         return not self.is_complete
 
     def may_be_faster(self, candidate: LayoutCandidate) -> bool:
-        """Whether the candidate's bound is below the best time of its mesh."""
+        """True if the candidate's lower bound is below the best time of its mesh so far, so that it
+        must be timed."""
         known = self._best.get(candidate.degrees)
         return known is None or candidate.bound < known[0]
 
@@ -257,8 +260,8 @@ def all_candidates(
 
 
 def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Plan:
-    """Return the Plan on a single rank, with default `[parallel]` and micro-batch size, that every
-    candidate is made from."""
+    """Return the Plan of the configuration on a single rank, with the default `[parallel]` and
+    micro-batch size; every candidate is a change of it."""
     kept = {"partition", "timeout_seconds"}
     parallel = ParallelConfig(**config.parallel.model_dump(include=kept))
     alone = config.updated({"parallel": parallel, "train.micro_batch_size": None})

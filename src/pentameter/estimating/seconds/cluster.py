@@ -234,7 +234,8 @@ class Cluster(Section):
 
     @property
     def sharing(self) -> int:
-        """Ranks that share one set of the device's figures: all in a node on a CPU, else 1."""
+        """Number of ranks that together have one device's figures: on a CPU all ranks of a node, on
+        other devices 1."""
         return self.node_size if self.device.shared else 1
 
     @property

@@ -62,8 +62,8 @@ says whether PyTorch computes the norm in several operations."""
 
 
 class Kind(NamedTuple):
-    """A group of operations that take equal time, as a tuple: `op` is one of them, `n` their
-    number."""
+    """A group of the model's operations that take equal time: `op` is one of them, `n` their
+    number. A named tuple."""
 
     op: Operation
     key: str
@@ -120,7 +120,7 @@ def _waves(m: int, n: int, rows: int, columns: int, units: int) -> float:
 
 
 class _ElementwiseTime:
-    """Seconds for operations that are bound by memory bandwidth, which are all but matmuls and
+    """Estimates the seconds of operations that are limited by memory bandwidth: all but matmuls and
     attention."""
 
     def __init__(self, step: Step, cluster: Cluster) -> None:
@@ -234,7 +234,8 @@ class _ElementwiseTime:
 
 
 class _OperationTime(_ElementwiseTime):
-    """Seconds for any operation, for one micro-batch."""
+    """Estimates the seconds that any operation of the model takes in each pass, for one
+    micro-batch."""
 
     def of(self, op: Operation) -> PassSeconds:
         """Return the forward, backward-input and backward-weight seconds for one operation;
@@ -244,9 +245,9 @@ class _OperationTime(_ElementwiseTime):
         return both if op.gives_gradient else both._replace(backward_input=0.0)
 
     def _fresh(self, op: Operation) -> PassSeconds:
-        """Return the seconds per pass for allocating results and gradients anew, where freed memory
-        goes back to the system: on a CPU with ZeRO, whose gathered weights would leave holes in a
-        heap. 0 elsewhere."""
+        """Return the seconds per pass in which the system allocates memory for results and
+        gradients. They count where freed memory goes back to the system, on a CPU with ZeRO, whose
+        gathered weights would leave holes in a heap; 0 elsewhere."""
         rate = self.cluster.device.calibration.fresh_bytes_per_second
         if rate is None or not self.step.layout.zero:
             return PassSeconds(0.0, 0.0, 0.0)
@@ -383,8 +384,8 @@ class _OperationTime(_ElementwiseTime):
         return PassSeconds(forward + self._moving(moved), backward + self._moving(2 * moved), 0.0)
 
     def _written_attention(self, op: Operation, matmul: float, moved: int) -> PassSeconds:
-        """Return the seconds for attention that writes out its weights for dropout: two full
-        matmuls with `matmul` seconds each, and four backward. `moved` is the bytes of inputs and
+        """Return the seconds for attention that stores its weights, for dropout: two full matmuls
+        of `matmul` seconds each forward, and four backward. `moved` is the bytes of its inputs and
         result."""
         written = self.bytes.of(op.saves)
         mask = 0.0

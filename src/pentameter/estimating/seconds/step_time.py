@@ -86,7 +86,8 @@ def step_time(
 
 
 class _Waiting(NamedTuple):
-    """Communication seconds in one stage's passes for one micro-batch."""
+    """Seconds that the passes of one stage spend on communication, for one micro-batch. A named
+    tuple."""
 
     hidden: dict[str, float]
     """Seconds overlapped with compute, by mesh dimension."""
@@ -97,8 +98,8 @@ class _Waiting(NamedTuple):
 
 
 class _Waits:
-    """Seconds that each stage's passes wait for tensor-, context- or expert-parallel
-    communication."""
+    """Estimates how long each stage's passes wait for tensor-, context- or expert-parallel
+    communication, in seconds."""
 
     def __init__(
         self, compute: ComputeTime, links: Links, communication: Sequence[StepCommunication]
@@ -121,9 +122,9 @@ class _Waits:
         return self._waits[key]
 
     def _fraction(self, layers: range, coordinate: int, counted: Callable[[int], bool]) -> float:
-        """Return one micro-batch in `layers` as a fraction of the work of the rank at this
-        `pipeline` coordinate in a step. Only layers for which `counted` is true count, and all
-        alike. 0 if the rank has none of these."""
+        """Return what fraction of a rank's work in a step is one micro-batch in `layers`. The rank
+        is given by its `pipeline` `coordinate`. Only layers for which `counted(layer)` is True
+        count, and all of them alike; 0 if the rank has none."""
         numbers = self.step.layout.stages_of(coordinate)
         n_local = sum(sum(map(counted, self.step.stages[number])) for number in numbers)
         n_counted = sum(map(counted, layers))
@@ -301,9 +302,10 @@ class _StepOnCluster:
     def _overlapped(
         self, compute: float, sent: float, calls: int, name: str, times: int = 1
     ) -> float:
-        """Return the seconds for `compute` seconds of work with overlapped communication: `sent`
-        seconds in `calls` equal calls, the last one exposed. Adds the exposed and the hidden
-        seconds, `times` so many, to `exposed` and `hidden` under `name`, a mesh dimension."""
+        """Return the seconds that `compute` seconds of work take with communication that overlaps
+        it: `sent` seconds in `calls` equal calls, of which the last one is not overlapped. The
+        seconds that are waited for are added to `exposed`, those that overlap to `hidden`, each
+        `times` times, under `name`, a mesh dimension."""
         last = sent / max(1, calls)
         time = compute + self.links.exposed_seconds(compute, sent - last) + last
         self.exposed[name] += times * (time - compute)
@@ -346,7 +348,8 @@ class _StepOnCluster:
         return total
 
     def _along(self, dimensions: Sequence[str], kind: Kind) -> tuple[float, int]:
-        """Return the seconds and the number of all calls of one kind along these dimensions."""
+        """Return (seconds, number) of all calls of one kind of collective along the mesh dimensions
+        `dimensions`."""
         each = [
             self.links.seconds_and_calls(self.communication[0], name, kind) for name in dimensions
         ]

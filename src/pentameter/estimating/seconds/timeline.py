@@ -55,9 +55,9 @@ class Span(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """Counts of passes in flight on one pipeline rank, at the moments when many are. Each row is
-    one moment. There are two columns for each stage on the rank: first for all stages the
-    micro-batches between forward and backward pass, then for all stages those between the two
+    """How many micro-batches of each stage are in flight on one pipeline rank, at the moments when
+    many are. Each row is one moment. For S stages on the rank there are 2 · S columns: the first S
+    count micro-batches between their forward and backward pass, the others those between the two
     halves of a split backward pass."""
 
     ever: np.ndarray
@@ -76,9 +76,9 @@ class UnderWay(NamedTuple):
 
 
 class _Passes(NamedTuple):
-    """All ranks' passes in an order in which they can run, as parallel arrays. They hold a pass's
-    number, its `pipeline` coordinate, its kind · stages + stage, the index of the pass whose result
-    it reads (-1: none), and whether another rank reads its result."""
+    """The passes of all pipeline ranks, in an order in which they can run, as parallel arrays: a
+    pass's number, its `pipeline` coordinate, its kind · stages + stage, the index of the pass whose
+    result it reads (-1: none), and whether another rank reads its own result."""
 
     numbers: array[int]
     coordinates: array[int]
@@ -107,7 +107,8 @@ def _order_settings(layout: Layout) -> Layout:
 
 
 class _Order:
-    """Builds one rank's order of passes; `seen` counts those added, by kind and stage."""
+    """Builds the order in which one pipeline rank makes its passes. `seen` counts the passes added
+    so far, by kind and stage."""
 
     def __init__(self, layout: Layout, n_micro_batches: int) -> None:
         self.numbers = array("l")
@@ -215,8 +216,9 @@ def _v_order(layout: Layout, n_micro_batches: int, coordinate: int) -> array[int
 
 
 def _needs_by_row(layout: Layout) -> list[int]:
-    """Return, at index kind · stages + stage, the number to add to a pass's stage to get the stage
-    whose result it reads; 0 for none."""
+    """Return a list that says, for a pass of each kind and stage (at index kind · stages + stage),
+    whose result it reads: the number to add to its stage to get the other stage; 0 if it reads
+    none."""
     n = layout.n_stages
     steps = {FORWARD: -1, BACKWARD: 1, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 0}
     return [step if 0 <= stage + step < n else 0 for step in steps.values() for stage in range(n)]

@@ -19,15 +19,17 @@ from pentameter.model.grouped_matmul import ROWS_PER_BLOCK
 
 
 class _ExpertRows(Struct):
-    """The C++ struct `ExpertRows` in cpp/expert_rows.cpp."""
+    """ctypes form of the C++ struct `ExpertRows` in cpp/expert_rows.cpp: the arguments of the
+    kernels that copy rows to experts and sum their results."""
 
     _fields_ = fields("places weights", int64="N k D low")
 
 
 @dataclass(frozen=True)
 class Places:
-    """The place of each row in a tensor of P rows sorted by expert. Behind each expert's rows there
-    is blank room up to a multiple of ROWS_PER_BLOCK places."""
+    """Where each token's rows (one for each expert that it chose) stand in a tensor of P rows that
+    is sorted by expert. After each expert's rows, blank rows fill up to a multiple of
+    ROWS_PER_BLOCK."""
 
     of_token: Tensor
     """Int64 (N, k): the place of each of a token's rows."""

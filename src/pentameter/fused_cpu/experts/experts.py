@@ -103,7 +103,8 @@ class ExpertFeedForward(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the forward pass's arguments for g (B, T, D)."""
+        """Return the gradients of all arguments of `forward`, None for those that have none, given
+        the gradient g (B, T, D) of its result."""
         x, h, outputs, low_up, low_down, weights, *given = ctx.saved_tensors
         scale, bias, down, down_bias, *up = given
         places, ends = ctx.places, ctx.places.ends

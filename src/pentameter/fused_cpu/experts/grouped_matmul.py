@@ -29,14 +29,16 @@ for every 32 rows; for larger matrices PyTorch's products of larger blocks are f
 
 
 class _GroupedMatmul(Struct):
-    """The C++ struct `GroupedMatmul` in cpp/grouped_matmul.h."""
+    """ctypes form of the C++ struct `GroupedMatmul` in cpp/grouped_matmul.h: the sizes of one
+    matmul by expert."""
 
     _fields_ = fields("ends", int64="R E n_in n_out block")
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Return rows (P, inputs) times their group's weight (E, outputs, inputs), plus its bias
-    (E, outputs) or None: (P, outputs), 0 behind the last of `ends` (E,)."""
+    """Multiply rows by the weight of their group: return (P, outputs) for `rows` (P, inputs),
+    `weight` (E, outputs, inputs) and `bias` (E, outputs) or None. `ends` (E,) is the index after
+    each group's last row; rows behind the last one give 0."""
     if bias is not None:
         return grouped_linear(rows, weight, bias.to(rows.dtype), ends)
     if (kernels := _kernels_for(weight.shape, rows, weight)) is not None:
@@ -49,8 +51,8 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> T
 
 
 def input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient (P, inputs) of `linear`'s rows, given its result's gradient g
-    (P, outputs)."""
+    """Return the gradient (P, inputs) of the rows that `linear` multiplied, given the gradient g
+    (P, outputs) of its result; `weight` and `ends` as passed to it."""
     if (kernels := _kernels_for(weight.shape, g, weight)) is not None:
         g_rows, words = g.new_empty(len(g), weight.shape[2]), torch.empty_like(weight)
         job = _job(ends, len(g), weight.shape)
@@ -96,7 +98,8 @@ def _multiplies_pairs() -> bool:
 
 
 def _fits_kernel(x: Tensor) -> bool:
-    """Return whether the C++ kernels take an operand x of `linear` or of its gradients."""
+    """Return True if the C++ kernels take x as an operand of `linear` or of its gradients:
+    contiguous bf16, at an address that 4 divides, with widths that FEATURES divides."""
     features = x.shape[1:]  # of a weight both dimensions
     divides = all(size % FEATURES == 0 for size in features)
     is_aligned = x.is_contiguous() and x.data_ptr() % 4 == 0  # read as words of two numbers
@@ -120,7 +123,7 @@ def _with_zeros(y: Tensor, ends: Tensor) -> Tensor:
 
 
 def _job(ends: Tensor, n_rows: int, shape: tuple[int, ...]) -> _GroupedMatmul:
-    """Return the C++ call's sizes for so many rows and a weight with this shape (E, outputs,
-    inputs)."""
+    """Return the sizes for the C++ call: `n_rows` rows, and a weight with this `shape` (E, outputs,
+    inputs). `ends` (E,) is the index after each expert's last row."""
     E, n_out, n_in = shape
     return _GroupedMatmul(ends, n_rows, E, n_in, n_out, ROWS_PER_BLOCK)

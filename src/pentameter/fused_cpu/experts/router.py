@@ -61,19 +61,22 @@ def _can_choose(router: Router) -> bool:
 
 
 class _LogitsJob(Struct):
-    """The C++ struct `Logits` in cpp/router.cpp."""
+    """ctypes form of the C++ struct `Logits` in cpp/router.cpp: the arguments of the kernel that
+    computes a router's logits."""
 
     _fields_ = fields("scale weight", int64="N D E rows low")
 
 
 class _ChoiceJob(Struct):
-    """The C++ struct `Choice` in cpp/router.cpp."""
+    """ctypes form of the C++ struct `Choice` in cpp/router.cpp: the arguments of the kernel that
+    chooses experts."""
 
     _fields_ = fields("balance", int64="N E k sigmoid top_k_first renormalize", float32="factor")
 
 
 class _RouterLogits(Function):
-    """Autograd function: x · (weight · scale)ᵀ in fp32, for a weight with few outputs."""
+    """Autograd function: a router's logits x · (weight · scale)ᵀ in fp32, by a C++ kernel for a
+    weight with few rows (one for each expert)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
@@ -89,7 +92,8 @@ class _RouterLogits(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of x, scale and weight for the logits' g (B, T, E)."""
+        """Return the gradients of x, scale and weight, given the gradient g (B, T, E) of the
+        logits."""
         x, scale, weight = ctx.saved_tensors
         job, g = _logits_job(x, scale, weight), g.contiguous()
         g_x, g_scale, g_weight = map(torch.empty_like, (x, scale, weight))
@@ -130,7 +134,8 @@ class _ChosenExperts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, g: Tensor) -> tuple[Tensor, None]:
-        """Return the logits' gradient (B, T, E) for the weights' g (B, T, k)."""
+        """Return the gradient of the logits (B, T, E), given the gradient g (B, T, k) of the chosen
+        experts' weights; their numbers have no gradient."""
         logits, experts, sums = ctx.saved_tensors
         g, g_logits = g.contiguous(), torch.empty_like(logits)
         counts = ctx.router.counts if ctx.router.training else None

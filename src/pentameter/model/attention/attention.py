@@ -31,8 +31,8 @@ from pentameter.model.positions import Positions, Rotation
 
 
 class Read(Protocol):
-    """Type of the function that applies several linear layers to one input: `read` below, or one
-    that takes its place under tensor parallelism."""
+    """Protocol of the function that applies several linear layers to one input: `read` below, or
+    another under tensor parallelism, which all-gathers the input once."""
 
     def __call__(self, x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
         """Return each linear's output (B, T, N) for x (B, T, D), in the given order."""
@@ -67,10 +67,13 @@ class CausalAttention(nn.Module):
         dropout_keys: Tensor | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return each query's weighted mean value, (B, T, H, K), from q (B, H, T, K), k and v
-        (B, G, S, K), cached ones included. `positions` are the tokens'. dropout_keys: int32
-        (B, n_sites, 2), None for no dropout. sinks: each head's score (H,) for one more key, None
-        for none."""
+        """Compute attention: return the mean of the values that each query sees, weighted by
+        attention, (B, T, H, K), from q (B, H, T, K), k and v (B, G, S, K), cached ones included.
+
+        positions: the tokens' positions in their sequence.
+        dropout_keys: int32 (B, n_sites, 2), None for no dropout.
+        sinks: each head's score (H,) for one more key, None for none.
+        """
         dropout = self.weights_dropout.acting(dropout_keys)
         how = Weighting(self.window, sinks, dropout, positions.attention)
         return self.attend(q, k, v, how).transpose(1, 2)
@@ -110,7 +113,7 @@ class Sinks(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_heads))
 
     def forward(self) -> Tensor:
-        """Return the scores (H,), in the parameter's dtype."""
+        """Return the scores (H,) of the heads' sinks, in the parameter's dtype."""
         return sink_scores(self.weight)
 
 

@@ -38,8 +38,8 @@ LEAST_BOUND = 2.0**-15
 
 
 class Problem(NamedTuple):
-    """Inputs of one check: q and the output's gradient g (B, H, T, K), k and v (B, G, T, K), and
-    the call's settings."""
+    """Inputs for one check of an attention function: q and the output's gradient g (B, H, T, K), k
+    and v (B, G, T, K), and the settings of the call. A named tuple."""
 
     q: Tensor
     k: Tensor

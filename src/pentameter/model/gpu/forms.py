@@ -37,11 +37,14 @@ class GpuForms:
     """Ring attention runs by PyTorch's fused attention, which stores no weights."""
 
     def matmul(self, plain: Matmul) -> Matmul:
-        """Return the matmul of a run whose precision asks for `plain`."""
+        """Return the matmul for a run: one that adds up a weight's gradient in fp32 if
+        `precise_sums` is set and `plain` is PyTorch's plain matmul, else `plain` itself, the one
+        that the run's precision asks for."""
         return PRECISE_SUMS if self.precise_sums and plain is PLAIN else plain
 
     def install(self, model: nn.Module) -> None:
-        """Have the head's loss in `model` compute chunks of logits in this form, in place."""
+        """If `one_pass_loss` is set, have the loss of the head in `model` computed in one kernel,
+        in place; else do nothing."""
         if self.one_pass_loss:
             for module in model.modules():
                 if isinstance(module, HeadLoss):
@@ -57,8 +60,9 @@ PLAIN_FORMS = GpuForms()
 
 
 def obstacle_of(trial: Callable[[], str | None]) -> str | None:
-    """Return the phrase of a trial, None if its form is right; or the error that ended it. A form
-    that is missing costs time, never a run, so nothing is raised."""
+    """Run `trial`, which returns a phrase that says why a form cannot be used, None if it can.
+    Return its result, or the text of the error that ended it. Without the form a run is slower, not
+    impossible, so nothing is raised."""
     try:
         return trial()
     except Exception as error:  # from an import, a compiler, a driver: whatever it is

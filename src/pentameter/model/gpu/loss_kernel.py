@@ -41,7 +41,8 @@ def _capped(x, softcap):
 def _logits(
     row_at, bias_at, column, width, HAS_BIAS: tl.constexpr, EVICTION: tl.constexpr
 ):  # fmt: skip
-    """Load a row's logits in the given columns as fp32, with the bias; 0 beyond `width`."""
+    """Triton function: load a row's logits in the given columns as fp32, plus the bias if HAS_BIAS;
+    columns from `width` on give 0. `row_at` and `bias_at` are pointers."""
     inside = column < width
     x = tl.load(row_at + column, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
     if HAS_BIAS:
@@ -55,8 +56,9 @@ def _row_kernel(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, DIFFERENTIATE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write one row's loss, and if DIFFERENTIATE overwrite its logits with their gradient. Columns
-    from `vocab_size` up to `width` are padding. A row whose target is negative does not count."""
+    """Triton kernel: write the loss of one row of logits, and if DIFFERENTIATE overwrite the row
+    with its gradient. Columns from `vocab_size` up to `width` are padding. A row whose target is
+    negative does not count."""
     row = tl.program_id(0).to(tl.int64)
     row_at = logits_at + row * row_stride
     target = tl.load(targets_at + row)

@@ -157,7 +157,7 @@ class Layout:
 
     @property
     def grid_setting(self) -> str:
-        """The tensor mode as a setting for error messages: `parallel.tensor_mode='2d'`."""
+        """The tensor mode as a setting, for error messages: `parallel.tensor_mode='2d'`."""
         return f"parallel.tensor_mode='{self.tensor_mode}'"
 
     @property
@@ -402,8 +402,9 @@ def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int
 
 
 def _fitting_depth(mode: TensorMode, n: int, asked: int | None) -> int | None:
-    """Return the depth of the grid that `n` ranks form in a tensor mode, as `_resolved_depth` says;
-    None if they form no grid. `asked` is the configured depth, None if it is left open."""
+    """Return the depth of the grid that `n` ranks form in this tensor mode; None if `n` ranks form
+    no such grid. `asked` is the configured depth; if it is None, the smallest depth above 1 that
+    fits is taken (`_resolved_depth`)."""
     depths = [1]
     if mode == "2.5d":
         edges = range(math.isqrt(n // 2), 1, -1)  # the largest edge has the smallest depth

@@ -169,7 +169,8 @@ def _experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
 
 
 def _expert_setting(layout: Layout) -> str:
-    """Return the key and value of the layout's first degree of experts, for error messages."""
+    """Return the layout's first degree of experts above 1 as a setting for error messages, such as
+    `parallel.expert=4`."""
     name = "expert" if layout.expert > 1 else "expert_tensor"
     return f"parallel.{name}={getattr(layout, name)}"
 
@@ -271,10 +272,10 @@ def uncompiled_blocks(config: Config, layout: Layout) -> str | None:
 
 
 def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None) -> None:
-    """Raise ConfigError for a layout that is impossible whatever operations a layer has: a sequence
-    that cannot be split evenly, more pipeline stages than layers, a pipeline with more than
-    MOST_PASSES passes to fill it, or a `tensor` that does not divide the ranks per machine
-    (`local_size`, None if not known)."""
+    """Raise ConfigError for a layout that no model of this size could have, whatever its layers
+    compute: a sequence that cannot be split evenly, more pipeline stages than layers, more than
+    MOST_PASSES passes to fill the pipeline, or a `tensor` that does not divide the ranks per
+    machine (`local_size`, None if not known)."""
     _check_sequence_split(sharding, model)
     _check_normalized_heads(sharding, model)
     layout, t = sharding.layout, sharding.layout.tensor
@@ -302,7 +303,8 @@ def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    """Return the axes whose shards must be equal: axis → key in `[model]` → size."""
+    """Return the logical axes that must be split into equal shards, each with its sizes by their
+    keys: axis → key in `[model]` → size."""
     every = dict.fromkeys(each for n in range(model.n_layers) for each in sub_layers(model, n))
     return {k: v for each in every for k, v in each.even_sizes(model).items()}
 

@@ -266,8 +266,9 @@ class Sharding:
         return "ddp" if layout.is_data_parallel else "after_backward"
 
     def _shard(self, n: int, axis: Axis, dimension: str, coordinate: int) -> int:
-        """Return the size of the shard at `coordinate` along a mesh dimension, for an axis with n
-        entries. A `message` that does not split evenly stays whole.
+        """Return how many of an axis's n entries the rank at `coordinate` along a mesh dimension
+        holds. The axis `message`, the tokens of a message between pipeline stages, stays whole if
+        it does not split evenly.
 
         In tensor mode 3d two dimensions shard a vocabulary: `depth`, then `row` within its shard.
         The size along `depth` is the sum over its `row` shards, which are equal except the last.
@@ -285,7 +286,12 @@ class Sharding:
 def _placement_of(
     sharding: Sharding, axes: tuple[Axis, ...], sums_over: tuple[Axis, ...]
 ) -> Placement:
-    """Return the Placement of a parameter with these axes, whose gradient sums over `sums_over`."""
+    """Return the Placement of a parameter: the mesh dimensions that shard it, and those that sum
+    its gradient.
+
+    axes: the logical axis along each of its dimensions.
+    sums_over: the axes over which its gradient is a sum, such as the tokens.
+    """
     layout, sizes = sharding.layout, sharding.layout.parameter_sizes
     if "experts" in axes and layout.shards_experts:
         return _placement_of_experts(sharding, axes, sums_over)
@@ -317,8 +323,9 @@ def _placement_of(
 def _placement_of_experts(
     sharding: Sharding, axes: tuple[Axis, ...], sums_over: tuple[Axis, ...]
 ) -> Placement:
-    """Return the Placement of a sharded experts' parameter, along EXPERT_DIMENSIONS. Its replicas
-    get the rows of different tokens."""
+    """Return the Placement of a parameter of experts that are sharded over ranks, along
+    EXPERT_DIMENSIONS. `axes` and `sums_over` are as for `_placement_of`. Ranks that hold replicas
+    of it get the rows of different tokens, so that its gradient is summed over them."""
     layout, sharded_axes = sharding.layout, sharding.sharded_axes
     sharded_by = tuple(sharded_axes.get(axis, ()) for axis in axes)
     partial = set(itertools.chain(*(sharded_axes.get(axis, ()) for axis in sums_over)))

@@ -108,11 +108,11 @@ def add_attend(
 def _add_inputs(
     build: OperationList, path: str, x: ActivationTensor
 ) -> tuple[ActivationTensor, ...]:
-    """Add the projections of x, (T, D), and the norms and rotations on queries and keys that the
-    model has.
+    """Add to `build` the projections of x, (T, D), to queries, keys and values, and the norms and
+    rotations that the model applies to queries and keys.
 
-    Returns the tensors that attention reads. If queries and keys are normalized or rotated, these
-    are q, k and v. If not, they are the projections' outputs: one fused tensor, or queries and a
+    Returns the tensors that attention then reads. If queries and keys are normalized or rotated,
+    these are q, k and v; if not, the projections' outputs: one fused tensor, or the queries and a
     tensor with keys and values.
     """
     model = build.model

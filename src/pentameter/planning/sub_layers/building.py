@@ -221,6 +221,6 @@ class OperationList:
         return tuple(self.specs[each] for each in names if each in self.specs)
 
     def add(self, name: str, kind: OperationKind, *tensors: Any, **costs: Any) -> None:
-        """Append an Operation in the current block; `tensors` are its `reads` and its `result`,
-        `costs` its remaining fields by name."""
+        """Append an Operation to the list. `tensors` are the tensors that it reads and the one that
+        it computes; `costs` are its other fields by name."""
         self.found.append(Operation(name, kind, self.layer, *tensors, **costs))

@@ -120,12 +120,14 @@ def _add_heads(build: OperationList, name: str, x: ActivationTensor) -> Activati
 
 
 def _of_stream(build: OperationList, name: str, n: int) -> ActivationTensor:
-    """Return an ActivationTensor with n numbers for each token in the residual stream, (T, n)."""
+    """Return the description of an activation called `name` with n numbers for each token of the
+    residual stream, (T, n)."""
     return build.computed(name, n, "latent", tokens="time")
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    """Return the heads as the axis whose shards must be equal: axis → key in `[model]` → size."""
+    """Return the axes of latent attention that must be split into equal shards, which is heads
+    alone: axis → key in `[model]` → size."""
     return {"heads": {"attention.n_heads": model.attention.n_heads}}
 
 

@@ -93,7 +93,8 @@ def _map(layer: LayerLoads, n_columns: int) -> ExpertMap:
 
 
 def _runs(levels: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield (level, first index, index after the last) for each run of equal levels (n,)."""
+    """Yield (level, index of its first entry, index after its last) for each stretch of equal
+    entries in `levels` (n,)."""
     bounds = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(levels)]
     for start, stop in itertools.pairwise(bounds):
         yield int(levels[start]), start, stop

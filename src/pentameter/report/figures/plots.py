@@ -82,9 +82,12 @@ def loss_figure(
     palette: Palette = LIGHT,
     settled: bool = False,
 ) -> Figure | None:
-    """Plot training and validation loss over steps, with the best marked; None if the run has no
-    loss. If the entropy rate is known (grammar corpus), it is drawn as a line. With `settled`, the
-    fall at the start is cut off, and a note says so; None if there is no such fall."""
+    """Plot a run's training and validation loss over steps, with the best marked; return None if
+    the run has no loss. If the entropy rate is known (grammar corpus), it is drawn as a line.
+
+    settled: True to cut off the steep fall at the start, with a note that says so; None is returned
+        if there is no such fall.
+    """
     train, validation = record.train["loss"], record.validation_losses()
     floor = entropy_rate(record)
     extra = () if floor is None else (floor,)
@@ -250,8 +253,8 @@ def loss_curve(record: RecordedRun, loss: str, unit: str = NATS) -> Series:
 
 
 def hides_start(runs: Sequence[tuple[str, RecordedRun]]) -> bool:
-    """Return True if `overlay_figure` would cut off the fall at the start for any loss in these
-    runs."""
+    """Return True if `overlay_figure`, for any kind of loss in these runs, would cut off the steep
+    fall at the start."""
     return any(
         settled_limits(tuple(curve(record) for _, record in runs)) for curve in LOSSES.values()
     )
@@ -361,7 +364,8 @@ def _rounded(array: object) -> list[float | int]:
 
 
 def _note_hidden_start(axes: Axes, highest: float, palette: Palette) -> None:
-    """Write above the plot that curves begin at `highest`, beyond its top."""
+    """Write a note above the plot: curves begin at `highest`, which is above the plot's upper
+    edge."""
     words = f"↑ begins at {highest:.2f}, above this axis"
     axes.set_title(words, loc="left", color=palette.muted, fontsize=8)
 

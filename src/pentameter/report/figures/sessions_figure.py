@@ -78,8 +78,9 @@ def sessions_figure(
 
 
 def _places(sessions: Sequence[Session]) -> tuple[list[float], bool]:
-    """Return the start of each session on the time axis, and whether a pause was shortened to
-    LONGEST_PAUSE of the time of all sessions."""
+    """Return (where each session begins on the time axis, True if a pause was drawn shorter than it
+    was). Pauses longer than the fraction LONGEST_PAUSE of the time of all sessions are shortened to
+    that."""
     longest = LONGEST_PAUSE * sum(each.end - each.begin for each in sessions)
     starts, found = [0.0], pauses(sessions)
     for each, pause in zip(sessions, found, strict=False):

@@ -178,8 +178,8 @@ def _seen(stored: StoredModel) -> str:
 
 
 def _numbers(record: RecordedRun, step: int) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (split, loss, perplexity, bits per byte), as text, for each evaluation at the model's
-    step; those at other steps had other weights."""
+    """Yield (split, loss, perplexity, bits per byte), as text, for each evaluation that the run
+    made at `step`, the step of the model's weights."""
 
     def shown(each: EvalMetrics) -> tuple[str, str, str, str]:
         return (

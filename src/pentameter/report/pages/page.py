@@ -148,8 +148,9 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _pauses(record: RecordedRun) -> tuple[str, str]:
-    """Return two texts: how long nothing was trained between the run's sessions, and the number of
-    pauses and of steps made again. The first is – for a run that was never interrupted."""
+    """Return two texts for the run's summary: the time between its sessions, in which nothing was
+    trained, and the numbers of pauses and of steps that were made again. The first is "–" for a run
+    that was never interrupted."""
     found = [pause for pause in pauses(record.sessions) if math.isfinite(pause)]
     lost = sum(each.lost_steps for each in record.sessions)
     if not found:
@@ -190,8 +191,8 @@ def _losses(record: RecordedRun) -> Iterable[dict[str, str]]:
 
 
 def _strip(record: RecordedRun) -> dict[str, str]:
-    """Return the figure of the run's sessions as SVG, for wide and narrow windows; an empty dict
-    for a run that was never resumed."""
+    """Return the figure of a run's sessions as SVG, as {"wide": …, "narrow": …} for wide and narrow
+    windows; an empty dict for a run that was never resumed."""
     figures = {name: sessions_figure(record, inches, PAGE) for name, inches in STRIP_INCHES.items()}
     shown = record.sessions[-20:]
     on = ", ".join(f"{each.n_nodes} from step {each.first_step:,}" for each in shown)

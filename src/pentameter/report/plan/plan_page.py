@@ -195,8 +195,8 @@ def _facts(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
 
 
 def _mesh(estimate: Estimate) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (ranks, nodes, layers, parameters per rank), as text, for each coordinate along the
-    pipeline."""
+    """Yield, for each pipeline coordinate of the planned layout, (ranks, nodes, layers, parameters
+    per rank) as text for the page's table."""
     plan, layout = estimate.plan, estimate.plan.layout
     each = layout.world_size // layout.pipeline
     for coordinate in range(min(layout.pipeline, MOST_MESH_ROWS)):

@@ -59,8 +59,12 @@ def timeline_svg(estimate: Estimate) -> str:
 def _drawn(
     spans: Sequence[Span], scale: float, pipeline: int
 ) -> Iterator[tuple[float, float, str, str, str]]:
-    """Yield (x, width, colour, description, label) for each pass on a rank that takes time. scale:
-    SVG units per second; pipeline: the layout's pipeline ranks."""
+    """Yield (x, width, colour, description, label) for each pass in `spans`, one rank's row of the
+    drawing, that takes any time.
+
+    scale: SVG units per second.
+    pipeline: the number of pipeline ranks.
+    """
     for span in spans:
         seconds, done = span.end - span.start, span.done
         if seconds > 0:

@@ -72,8 +72,9 @@ def examine() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, list[str]]:
-    """Return the names of two kinds of kernels, as this machine's compiler makes them: those that
-    runs have found right here, and those that they have refused, with what runs instead."""
+    """Return the names of the C++ kernels that this machine's compiler has made, in two lists by
+    kind: those that runs have found to compute right, and those that runs have refused, each with
+    what runs instead."""
     found = sorted(set(kernel_checks.verdicts()))
     refused = [f"{name} ({level})" for name, level in found if level != kernel_checks.LEVELS[0]]
     wrong = {name for name, level in found if level != kernel_checks.LEVELS[0]}

@@ -51,9 +51,10 @@ run."""
 
 @dataclass
 class _Followed:
-    """One run folder that is followed: its events; its run, or the error if it cannot be read; its
-    table row and sparkline. `signature` identifies the state of its files when they were last read.
-    `changed_at` is the Board's version at which row or sparkline last changed."""
+    """One run folder that the live page follows: its events; the run as read, or the error if it
+    cannot be read; its row of the table and its sparkline. `signature` identifies the state of its
+    files when they were last read. `changed_at` is the Board's version at which row or sparkline
+    last changed."""
 
     folder: Path
     events: EventReader
@@ -101,10 +102,10 @@ class Board:
         self._drawing = threading.Lock()
 
     def news(self, session: str, after: int) -> dict[str, Any]:
-        """Return JSON for the table: the runs' addresses, the columns, and the rows that changed
-        since version `after`, each with its new sparkline points. All rows are returned if
-        `session` is another Board's, since the server was then started anew. Raises StorageError if
-        the folder cannot be read."""
+        """Return what has changed since version `after`, as JSON values for the page's table: the
+        runs' addresses, the columns, and each changed row with its new sparkline points. If
+        `session` is not this Board's, the server was restarted since, and all rows are returned.
+        Raises StorageError if the folder cannot be read."""
         with self._lock:
             self._refresh()
             if session != self._session:
@@ -296,8 +297,8 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def _number(value: float, shown: Any) -> list[Any]:
-    """Return [value, its text], for sorting and display; the value is None if not finite. `shown`
-    formats it."""
+    """Return a table cell for JSON, [sort key, text]. The text is `shown(value)`; the sort key is
+    `value`, or None if that is not finite."""
     return [value if math.isfinite(value) else None, shown(value)]
 
 

@@ -210,8 +210,8 @@ LOSSES_TOLD = ("best validation loss", "final validation loss")
 
 
 def _figures(ranking: Ranking) -> Iterator[Column]:
-    """Yield a column for each result (FIGURES, then further evaluations) that any run has, the
-    ranked loss first."""
+    """Yield the columns of results: one for each result that any of the runs has (those in FIGURES,
+    then further evaluations), the loss by which runs are ranked first."""
     first = f"results.{ranking.key}"
     for title, attribute, shown in sorted(FIGURES, key=lambda figure: figure[1] != first):
         values = [attrgetter(attribute)(run) for run in ranking.runs]

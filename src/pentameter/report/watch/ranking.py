@@ -44,8 +44,8 @@ def compared_run(label: str, record: RecordedRun) -> Run:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Finished runs that differ only in their seed and began with the same weights, or one run
-    alone. `mean` is their mean loss."""
+    """A group of finished runs that differ only in their seed and began with the same weights, so
+    that their spread is chance; or a single run. `mean` is their mean loss."""
 
     runs: tuple[Run, ...]
     """One run per seed, the lowest loss first."""
@@ -125,9 +125,10 @@ def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
 
 
 def _hold_out_differently(runs: Sequence[Run]) -> bool:
-    """Return True if some runs hold out the beginning of a text, as a streamed one does, and others
-    its end. Texts that are the same in any order do not count: documents split by their hash, a
-    validation text of its own, and tokens that were prepared before."""
+    """Return True if some runs hold out a text's beginning for validation, as a streamed text does,
+    and others its end, so that their losses do not compare. Runs whose held-out text does not
+    depend on that do not count: documents split by their hash, a validation text of its own, and
+    tokens that were prepared before."""
     streamed = {run.settings.get("data.order") == "streamed" for run in runs if run.settings}
     read = {as_table(run.record.plan.get("data")).get("hash") for run in runs}
     return (
@@ -180,8 +181,8 @@ def _training(run: Run) -> str:
 
 
 class _Noise:
-    """The loss's standard deviation between seeds, pooled over all groups; NaN if no seed was
-    repeated."""
+    """Standard deviation of the loss between runs that differ only in their seed, pooled over all
+    such groups; NaN if no seed was repeated."""
 
     def __init__(self, repeats: Sequence[Repeats]) -> None:
         self.n_groups = len(repeats)
@@ -268,8 +269,8 @@ def _origins(groups: Sequence[Repeats]) -> str:
 
 
 def _resolved(one: Repeats, other: Repeats) -> bool:
-    """Return True if two mean losses differ by more than the rounding error in their runs' coarsest
-    precision."""
+    """Return True if the mean losses of `one` and `other` differ by more than the rounding error in
+    the coarsest precision of their runs."""
     runs = (*one.runs, *other.runs)
     words = {word for run in runs for word in run.results.precision.split()}
     # Below it the order of sums decides, as on another layout.
