@@ -214,18 +214,9 @@ def _compiled(tell: Tell, device: torch.device) -> None:
 
 def _mla(tell: Tell, device: torch.device, small: bool) -> None:
     """DeepSeek's widths: 192 channels of a key, 128 of a value."""
+    from pentameter.model.attention.dot_product import cuda_capability, wants_equal_widths
+
     B, T, H = (1, 64, 2) if small else (4, 4096, 16)
-    q, k = (
-        torch.randn(B, T, H, 192, device=device, dtype=torch.bfloat16)
-        .transpose(1, 2)
-        .requires_grad_()
-        for _ in range(2)
-    )
-    v = (
-        torch.randn(B, T, H, 128, device=device, dtype=torch.bfloat16)
-        .transpose(1, 2)
-        .requires_grad_()
-    )
 
     def padded(q, k, v):
         return F.scaled_dot_product_attention(q, k, F.pad(v, (0, 64)), is_causal=True)[..., :128]
@@ -233,13 +224,19 @@ def _mla(tell: Tell, device: torch.device, small: bool) -> None:
     def own(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    row = {"mla": "192/128"}
-    for name, attend in (("padded", padded), ("own", own)):
-        try:
-            row[name] = _measured(device, attend, (q, k, v), 3)
-        except Exception as error:
-            row[name] = f"{type(error).__name__}: {error}"[:200]
-    tell(**row)
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v = (
+            torch.randn(B, T, H, width, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+            for width in (192, 192, 128)
+        )
+        pads = wants_equal_widths(cuda_capability(q.device), dtype, (192, 128))
+        row = {"mla": "192/128", "dtype": str(dtype), "pads": pads}
+        for name, attend in (("padded", padded), ("own", own)):
+            try:
+                row[name] = _measured(device, attend, (q, k, v), 3)
+            except Exception as error:
+                row[name] = f"{type(error).__name__}: {error}"[:200]
+        tell(**row)
 
 
 def of_attention(tell: Tell, device: torch.device, folder: Path) -> None:

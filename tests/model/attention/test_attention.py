@@ -9,6 +9,7 @@ from pentameter.model.attention.dot_product import (
     attend_explicitly,
     cuda_capability,
     repeats_kv_heads,
+    wants_equal_widths,
 )
 from pentameter.model.dropout import AttentionDropout, Numbers, keep_mask
 
@@ -85,6 +86,28 @@ def test_kv_heads_are_repeated_where_no_fused_kernel_takes_them(
     capability, dtype, channels, masked, repeats
 ):
     assert repeats_kv_heads(capability, dtype, channels, masked=masked) is repeats
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "channels", "equal"),
+    [
+        (None, BF16, (192, 128), True),  # not a GPU of CUDA's
+        (90, BF16, (192, 128), False),
+        (100, FP16, (256, 64), False),
+        (103, BF16, (96, 64), False),
+        (90, BF16, (264, 128), True),
+        (90, BF16, (192, 100), True),
+        (80, BF16, (192, 128), True),
+        (120, BF16, (96, 64), True),  # flash attention comes first there
+        (70, FP32, (192, 128), False),
+    ],
+)
+def test_values_are_padded_where_a_fast_kernel_asks_for_it(
+    monkeypatch, capability, dtype, channels, equal
+):
+    assert wants_equal_widths(capability, dtype, channels) is equal
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert wants_equal_widths(capability, dtype, channels)
 
 
 def test_no_device_but_a_gpu_has_a_capability(monkeypatch):

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from pentameter.config.schema import LoraConfig, ModelConfig
+from pentameter.model.attention import latent_attention
 from pentameter.model.attention.cache import KVCache
+from pentameter.model.attention.dot_product import DotProductAttention
 from pentameter.model.attention.latent_attention import LatentAttention
 from pentameter.model.gpt import build_model
 from pentameter.model.matmul import PLAIN
@@ -67,8 +69,16 @@ def by_definition(layer: LatentAttention, x: torch.Tensor) -> torch.Tensor:
     return means.flatten(1) @ layer.out.weight.T
 
 
-@pytest.mark.parametrize("q_rank", [None, 3])
-def test_it_is_the_definition(q_rank):
+@pytest.mark.parametrize(("q_rank", "pads"), [(None, True), (3, True), (3, False)])
+def test_it_is_the_definition(monkeypatch, q_rank, pads):
+    monkeypatch.setattr(latent_attention, "wants_equal_widths", lambda *_: pads)
+    widths = []
+
+    class Attention(DotProductAttention):
+        def __call__(self, q, k, v, how):
+            widths.append(v.shape[-1])
+            return super().__call__(q, k, v, how)
+
     model = build_model(config(q_rank=q_rank), 1, dtype=torch.float64)
     layer = model.blocks["0"].latent_attention
     with torch.no_grad():
@@ -77,9 +87,31 @@ def test_it_is_the_definition(q_rank):
         x = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         numbers = torch.arange(T)
         positions = Positions(numbers, numbers, rotation(numbers, model.config, x.dtype))
+        layer.attend = Attention()
         y = layer(x, positions)
+        assert widths == [K + R if pads else V]
         for row in range(B):
             torch.testing.assert_close(y[row], by_definition(layer, x[row]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"sliding_window": 3}, {"attention_dropout": 0.5}], ids=str
+)
+def test_values_that_are_not_padded_give_the_same_result(monkeypatch, changes):
+    model = build_model(config(**changes), 1, dtype=torch.float64)
+    tokens = torch.arange(B * T).view(B, T) % 19
+    keys = torch.arange(B * 2 * 8, dtype=torch.int32).view(B, 8, 2)
+
+    def results():
+        model.zero_grad()
+        y = model(tokens, dropout_keys=keys if changes.get("attention_dropout") else None)
+        y.square().sum().backward()
+        return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    padded = results()
+    monkeypatch.setattr(latent_attention, "wants_equal_widths", lambda *_: False)
+    for before, after in zip(padded, results(), strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("changes", [{}, {"q_rank": 3, "sliding_window": 4}])

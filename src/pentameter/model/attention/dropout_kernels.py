@@ -459,6 +459,8 @@ class KernelAttention(DotProductAttention):
     dropped as where they are stored, and results are equal up to rounding. The kernels support
     neither sinks nor queries after cached keys; such calls store the weights."""
 
+    equal_widths = True
+
     def dropping(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
         """Return attention with dropout, (B, H, Q, K), for q (B, H, Q, K), k and v (B, G, S, K): by
         the kernels if they support the call."""

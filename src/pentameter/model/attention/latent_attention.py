@@ -18,6 +18,7 @@ from pentameter.config.schema import ModelConfig
 from pentameter.model.adapter import weight_terms
 from pentameter.model.attention.attention import CausalAttention, normed
 from pentameter.model.attention.cache import Cache
+from pentameter.model.attention.dot_product import cuda_capability, wants_equal_widths
 from pentameter.model.positions import Positions
 
 
@@ -105,8 +106,11 @@ class LatentAttention(CausalAttention):
         k_plain, v = kv.split((self.head_size, self.value_size), dim=-1)
         q = torch.cat((q_plain, q_rotated), dim=-1)
         k = torch.cat((k_plain, key.expand(*k_plain.shape[:-1], -1)), dim=-1)
-        # Fused kernels and rings of ranks ask for values as wide as keys.
-        v = F.pad(v, (0, q.shape[-1] - self.value_size))
+        widths = (q.shape[-1], self.value_size)
+        if self.attend.equal_widths or wants_equal_widths(
+            cuda_capability(v.device), v.dtype, widths
+        ):
+            v = F.pad(v, (0, widths[0] - widths[1]))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         return self.means(q, k, v, positions, dropout_keys)[..., : self.value_size]
 

@@ -35,6 +35,8 @@ class HeadsAttention(DotProductAttention):
     sequences. `rank` is this rank's number in the group, and `alone` the attention that it computes
     for its heads, without communication."""
 
+    equal_widths = True
+
     def __init__(self, group: dist.ProcessGroup, rank: int, alone: DotProductAttention) -> None:
         self._group_name, self._n_ranks = group.group_name, group.size()
         self._rank, self._alone = rank, alone

@@ -52,6 +52,8 @@ class RingAttention(DotProductAttention):
     to materialize its weights; on a CPU it is always fused.
     """
 
+    equal_widths = True
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,

@@ -64,8 +64,8 @@ def _latent_norm(path: str, layer: int, n: int) -> ParameterSpec:
 
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
     """Add latent attention's operations to `build`, from x, the normed stream (T, D), to the output
-    dropout; `path` begins their names. Values are padded to the queries' size, which fused kernels
-    ask for."""
+    dropout; `path` begins their names. Values are padded to the queries' size, which most fused
+    kernels ask for."""
     model, H = build.model, build.model.attention.n_heads
     C, R, size = model.latent_channels, model.rope_channels, model.query_channels
     q_input = x
