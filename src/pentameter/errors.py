@@ -167,37 +167,39 @@ class PentameterError(Exception):
 
 
 class ConfigError(PentameterError):
-    """Wrong usage or configuration."""
+    """Raised for a wrong configuration, or for wrong usage of a command."""
 
     exit_code = 2
 
 
 class CorruptError(PentameterError):
-    """Data or a checkpoint is damaged, malformed or does not belong here."""
+    """Raised when data or a checkpoint is damaged, malformed, or belongs to something else."""
 
     exit_code = 65
 
 
 class TrainingFailedError(PentameterError):
-    """Gave up: the loss is not finite, a worker hangs or dies, or what must be equal differs."""
+    """Raised when training, or a check of it, has to give up: the loss is not finite, a worker
+    hangs or dies, or results that must be equal differ."""
 
     exit_code = 70
 
 
 class RunFolderInUseError(PentameterError):
-    """Another process owns the run folder."""
+    """Raised when another process owns the run folder."""
 
     exit_code = 73
 
 
 class StorageError(PentameterError):
-    """Reading or writing failed: disk full, permission denied, folder gone."""
+    """Raised when reading or writing fails: the disk is full, permission is denied, a folder is
+    gone."""
 
     exit_code = 74
 
 
 class InterruptedRunError(PentameterError):
-    """A signal stopped the run after it was saved; the same command resumes it."""
+    """Raised when a signal stopped the run after it was saved; the same command resumes it."""
 
     exit_code = 75
 

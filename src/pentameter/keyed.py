@@ -106,12 +106,13 @@ def bits(key: tuple[Any, Any], index: Any) -> Any:
 
 
 def folded(key: tuple[Any, Any], block: Any) -> tuple[Any, Any]:
-    """Return the key with which to draw a number whose counter does not fit into 32 bits. The
-    counter's lower 32 bits are the index for `bits`, the rest is its `block`. Block 0 has `key`
-    itself, each other block an unrelated key.
+    """Return the key with which to draw a random number whose index is too large for `bits`, which
+    takes 32 bits. The lower 32 bits of the index are passed to `bits`; the rest of it is `block`.
+    Block 0 has `key` itself, each other block an unrelated key.
 
-    key: as for `bits`. block: an int32 numpy array (at least one dimension) or torch tensor, from 0
-    to 2^30. The two words have the shape to which key and block broadcast.
+    key: as for `bits`.
+    block: an int32 numpy array (at least one dimension) or torch tensor, from 0 to 2^30. The two
+        words of the result have the shape to which key and block broadcast.
     """
     first, second = (bits(key, 2 * block + word) for word in (0, 1))
     is_later = block != 0

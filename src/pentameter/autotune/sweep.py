@@ -201,8 +201,9 @@ def train_sweep(
 
 @dataclass
 class _Sweep:
-    """A running sweep: waiting runs, worker processes, and failures so far. One thread for each of
-    the `n_workers` calls `work`; the other arguments are as in `train_sweep`."""
+    """The state of a sweep that is under way: runs that still wait, the worker processes, and the
+    failures so far. One thread for each of the `n_workers` workers calls `work`; the other
+    arguments are as in `train_sweep`."""
 
     runs: Sequence[SweepRun]
     n_workers: int

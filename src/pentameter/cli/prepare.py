@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrammarOptions:
-    """The `grammar` corpus."""
+    """Options for the `grammar` corpus, a generated text."""
 
     n_states: int = 8
     """Hidden states."""

@@ -52,9 +52,9 @@ def shown_url(url: str) -> str:
 
 
 def url_within(url: str, path: str) -> str | None:
-    """Return the URL of another object in the container of an Azure `url`, with its account. `path`
-    is the object's, CONTAINER/PATH, as its file system lists it. None if `url` is not one of
-    Azure's."""
+    """Return the URL of an object in Azure's storage, from `url`, the URL of another object in the
+    same container, and `path`, which is CONTAINER/PATH as its file system lists it. None if `url`
+    is not one of Azure's."""
     parts = urlsplit(url)
     if not _is_container(parts):
         return None

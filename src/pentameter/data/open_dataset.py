@@ -88,8 +88,8 @@ def open_dataset(
 
 @dataclass(frozen=True)
 class _Opener:
-    """Opens one data set after another: `verify`, `progress`, `warnings` and `kept` as in
-    `open_dataset`."""
+    """Opens one data set after another in the same way; the arguments `verify`, `progress`,
+    `warnings` and `kept` are as in `open_dataset`."""
 
     verify: bool
     progress: Progress

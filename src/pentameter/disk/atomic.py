@@ -64,7 +64,7 @@ _OTHER_FOR_READING = "check the disk"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Name, size in bytes and sha256 (hex) that a file must have."""
+    """The name, the size in bytes and the sha256 (hex) that a file must have. A frozen record."""
 
     name: str
     n_bytes: int
@@ -254,7 +254,7 @@ def check_free_space(folder: Path, n_bytes: int) -> None:
 
 
 class FolderExistsError(ConfigError):
-    """A folder to create exists already and is not empty."""
+    """Raised when a folder that is to be created exists already and is not empty."""
 
 
 def refuse_existing(folder: Path) -> None:
@@ -414,13 +414,14 @@ def sha256_of(path: Path) -> str:
 
 
 def check_hash(path: Path | str, record: FileRecord, sha256: str) -> None:
-    """Raise CorruptError, naming the file at `path`, unless `sha256` is its record's."""
+    """Raise CorruptError, naming the file at `path`, unless its hash `sha256`, which the caller has
+    computed, equals the one in `record`."""
     if sha256 != record.sha256:
         raise CorruptError(f"{path} is damaged: its sha256 is not the one in its manifest")
 
 
 class MissingFileError(CorruptError):
-    """A file to read does not exist."""
+    """Raised when a file that is to be read does not exist."""
 
 
 @contextmanager

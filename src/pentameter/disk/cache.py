@@ -27,7 +27,8 @@ DOWNLOAD_TIMEOUT_SECONDS = 30
 
 @dataclass(frozen=True)
 class PublicFile:
-    """A file on the public web with known content."""
+    """A file on the public web whose content is known by its checksum: where it is downloaded from,
+    and what it must hold."""
 
     path: str
     """Path below PENTAMETER_DATA_DIR or the cache, such as `shakespeare/input.txt`."""

@@ -118,7 +118,8 @@ class Question:
 
 @dataclass(frozen=True)
 class ChoiceTokens:
-    """One choice for a question, as tokens behind its context."""
+    """One choice of a question as token ids: those of the context, and behind them those of the
+    choice."""
 
     tokens: Ids
     """Token ids (n,) of context and choice; at most context_length + 1, for which the context is
@@ -226,8 +227,8 @@ def encode_questions(
 
 
 def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[Ids, list[Ids]]:
-    """Return the token ids of a question's context, at least one and behind the tokenizer's prefix,
-    and of each choice."""
+    """Return (token ids of a question's context, token ids of each choice). The context begins with
+    the tokenizer's prefix and has at least one token."""
     end = tokenizer.end_of_text
     stands = np.array(tokenizer.prefix or ([] if end is None else [end]), dtype=np.int64)
     context = question.context.rstrip()

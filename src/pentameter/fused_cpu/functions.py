@@ -78,8 +78,8 @@ class Norm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: kernels.NormKind, dtype: torch.dtype) -> Tensor:
-        """Return x (B, T, D) normalised, in `dtype`. kind: LayerNorm or RMSNorm, and its
-        epsilon."""
+        """Normalise x (B, T, D) and return it in `dtype`, without the norm's weight and bias.
+        `kind` says whether by LayerNorm or RMSNorm, and its epsilon."""
         y, mean, scale = kernels.norm_forward(x, kind, dtype)
         ctx.save_for_backward(x, mean, scale)
         ctx.kind = kind
@@ -197,8 +197,8 @@ def activation_gradients(
 
 
 class AmxFeedForward(Function):
-    """Autograd function: the same layer as `FeedForward`, computed by the AMX kernels. For bf16
-    inputs that `can_feed_forward` accepts."""
+    """Autograd function for a feed-forward layer, as `FeedForward` computes it, by the C++ kernels
+    for Intel's AMX. For bf16 inputs that `can_feed_forward` accepts."""
 
     @staticmethod
     def forward(

@@ -67,8 +67,8 @@ class Detokenizer:
 
     @property
     def held(self) -> str:
-        """The whole characters in the text that is held back; the next ids may still change
-        them."""
+        """The whole characters of the text that is held back, as the next ids may still change
+        it."""
         if self._is_settled:
             return ""
         ends = range(len(self._ids), len(self._ids) - _MOST_PARTS, -1)
@@ -90,9 +90,10 @@ class Detokenizer:
         return piece
 
     def _settle(self, ids: list[int]) -> None:
-        """Keep only as many last `ids` as needed, so that ids after them decode as they do after
-        all `ids`. Those kept decode to some text, and do not begin within a character or within
-        adjacent byte tokens."""
+        """Remember only as many of the last `ids` as are needed to decode what follows, and the
+        text that they decode to: with them, later ids decode as they would after all `ids`. The
+        kept ids decode to some text, and do not begin within a character or a run of byte
+        tokens."""
         possible = (ids[-n:] for n in range(1, min(_MOST_BEFORE, len(ids)) + 1))
         self._ids = next(filter(self._is_whole, possible), ids)
         self._n_shown = len(self._decode(self._ids))

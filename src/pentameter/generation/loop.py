@@ -262,9 +262,9 @@ def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tok
 
 
 class _Window:
-    """A GPT with a key-value cache for a growing text, which may be longer than the context. The
-    cache holds the text's last tokens, as many as `window_tokens` says. When that number falls to
-    half the context, the cache is computed anew."""
+    """A GPT with a key-value cache, for a text that grows and may become longer than the context.
+    The cache holds the text's last tokens, as many as `window_tokens` says; when that number falls
+    back to half the context, the cache is computed anew."""
 
     def __init__(self, model: GPT, n_samples: int, vocab_size: int) -> None:
         weight = next(model.parameters())

@@ -42,7 +42,8 @@ has."""
 
 
 class ScoredRow(NamedTuple):
-    """A row of tokens; the last `n_scored` are scored, given all before them."""
+    """A row of token ids for one pass of the model, of which the last `n_scored` are scored: how
+    likely each is after all before it. A named tuple."""
 
     tokens: Ids
     """(n,) token ids; the last is only predicted."""
@@ -256,8 +257,9 @@ class HarnessModel(TemplateLM):
 
 
 def _sample(context: str, n_before: int) -> int:
-    """Return the number that keys the draws of a continuation of `context`, if `n_before` others of
-    it were drawn before."""
+    """Return the number from which, with the seed, the random draws of a continuation of `context`
+    follow. `n_before` is how many continuations of the same context were drawn before, so that each
+    differs."""
     low, high = keyed.make_key("continuation", context, n_before)
     return (high << 32) | (low & keyed.WORD)
 

@@ -21,7 +21,8 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Health:
-    """A rank's measured speeds, the best of REPEATS, and its faults."""
+    """What a rank has measured of its own machine: speeds, each the best of REPEATS, and faults, as
+    phrases. A frozen record."""
 
     product_flops: float
     """FLOP/s of a matmul."""
@@ -35,7 +36,8 @@ class Health:
 
 
 def measure_health(device: torch.device, dtype: torch.dtype) -> Health:
-    """Multiply in `dtype` on a device and copy memory there, time both, and check the results."""
+    """Check a device: multiply in `dtype` and copy memory there, time both, and compare the results
+    with what they must be. Return the speeds and the faults."""
     flops, wrong_products = _products(device, dtype)
     rate, wrong_bytes = _memory(device)
     faults = [

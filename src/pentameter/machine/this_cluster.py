@@ -35,8 +35,9 @@ SHARED_MEMORY_BYTES_PER_SECOND = 2e9
 
 
 def this_cluster(world_size: int, local_size: int) -> tuple[Cluster, bool]:
-    """Return (Cluster, is_known) for `world_size` processes, `local_size` per machine. `is_known`
-    is True if its figures are published or measured, False if they are typical ones.
+    """Describe the machines that this run is on, as a Cluster for estimates: `world_size`
+    processes, `local_size` on each machine. Return (Cluster, True if its figures are published or
+    measured, False if they are typical ones).
 
     Published figures are taken for a known GPU; those that `doctor --measure` saved, if there is no
     GPU and all processes are on this machine. Otherwise they are typical for a CPU with this many

@@ -330,7 +330,8 @@ class RestoredRows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient (R, D) of the sorted rows for g (R, D)."""
+        """Return the gradient (R, D) of the rows sorted by expert, given the gradient g (R, D) of
+        the rows in the order of their tokens."""
         (order,) = ctx.saved_tensors
         return g[order], None
 
@@ -389,7 +390,8 @@ class Tokens:
     of which takes a shard."""
 
     def shard(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Return this rank's shard of tokens (N, D) and of their Routing."""
+        """Return (the tokens that this rank takes through the experts, their Routing), out of all
+        tokens x (N, D) and theirs."""
         return x, routing
 
     def gather(self, y: Tensor, n_tokens: int) -> Tensor:

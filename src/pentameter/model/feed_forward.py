@@ -70,7 +70,8 @@ class FeedForward(nn.Module):
         replaces it, as it does `Attention.read`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, D) for x (B, T, D)."""
+        """Apply the layer to x (B, T, D), each token by itself; return (B, T, D), without the
+        residual sum."""
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         return self.down(self.activation(*self.read(x, *linears)))
 

@@ -145,7 +145,8 @@ def _save_factors(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> No
 
 
 def _differentiate_product(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of a (M, K) and b (K, N) for g (M, N)."""
+    """Return the gradients of a (M, K) and b (K, N), given the gradient g (M, N) of their
+    product."""
     a, b = ctx.saved_tensors
     wants_a, wants_b = ctx.needs_input_grad
     return (

@@ -59,9 +59,10 @@ def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 def _region(
     shape: tuple[int, ...], mesh: Any, placements: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (offset, sizes) along each dimension for this rank's shard of a tensor with the full
-    `shape`; every placement shards as `torch.chunk` does. Raises ValueError for a Partial placement
-    or an unknown one."""
+    """Return (offset, sizes), one number for each dimension, of this rank's shard of a tensor whose
+    full shape is `shape`. `mesh` and `placements` are those of a DTensor; each placement that
+    shards splits as `torch.chunk` does. Raises ValueError for a Partial placement or an unknown
+    one."""
     coordinate = mesh.get_coordinate()
     splits = []
     for index, placement in enumerate(placements):

@@ -21,7 +21,8 @@ EXCHANGES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout's mesh as this rank sees it: its coordinates, and the groups to which it belongs."""
+    """A layout's device mesh as one rank sees it: the rank's coordinates, and the process groups to
+    which it belongs."""
 
     layout: Layout
     world: World

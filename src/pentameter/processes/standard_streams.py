@@ -43,7 +43,8 @@ class StandardStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write `text`, and return its length."""
+        """Write `text` to the stream, and return its length. While the stream `lasts`, a failure
+        raises no error."""
         try:
             return self._stream.write(text)
         except (OSError, ValueError) as error:

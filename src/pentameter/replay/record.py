@@ -41,8 +41,8 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class Route:
-    """The steps to compute in order to replay one of them: begin with the checkpoint at step `base`
-    and make `steps` in order.
+    """The steps that must be computed to replay one of them: begin with the checkpoint at step
+    `base`, and make `steps` in order. A frozen record.
 
     If `base` is 0 and there is no such checkpoint, begin with the initial weights. `steps` are not
     consecutive where the run rolled back in between. The run recorded something about the last one,
@@ -146,7 +146,8 @@ class RunRecord:
         return None
 
     def without(self, step: int, damage: CorruptError) -> RunRecord:
-        """Return a copy of this record in which the checkpoint at `step` counts as damaged."""
+        """Return a copy of this record in which the checkpoint at `step` counts as damaged, for the
+        reason `damage`."""
         return replace(self, damaged={**self.damaged, step: damage})
 
     def start_of(self, step: int) -> Mapping[str, Any]:
@@ -288,7 +289,8 @@ def _saved_schedule(folder: Path, step: int) -> ScheduleConfig | None:
 
 
 def _begins_with(identity: RunIdentity) -> str | None:
-    """Return a phrase for what the run with this identity began with; None for random weights."""
+    """Return a phrase that says what the run with this identity began with: the weights of a model,
+    or another run's checkpoint. None for random weights."""
     if identity.init_from is not None:
         return f"the weights of {identity.init_from['path']}"
     parent = identity.parent

@@ -202,8 +202,8 @@ def _prepared(
 
 
 def _one_of_each_start(record: RunRecord, steps: Sequence[int]) -> list[int]:
-    """Return one of `steps` for each start of the run that made some of them. (A route may contain
-    steps of several starts if the checkpoint between them was removed.)"""
+    """Return one of `steps` for each start of the run (the first one, or a resume) that made some
+    of them. There are several starts among them if the checkpoint between them was removed."""
     return list({id(record.start_of(step)): step for step in steps}.values())
 
 

@@ -73,7 +73,7 @@ class Replayed:
 
 @dataclass(eq=False)
 class Replay:
-    """An engine, built like the run's, that computes its steps again. Every method is
+    """Computes steps of a recorded run again, by an engine built like the run's. Every method is
     collective."""
 
     record: RunRecord
@@ -137,7 +137,10 @@ class Replay:
         return TrainState()
 
     def _make(self, step: int, state: TrainState, guard: Guard | None) -> StepNumbers:
-        """Make a step as the training loop does, and return its numbers."""
+        """Make one optimizer step, number `step`, as the training loop does, and return its loss,
+        gradient norm and whether the update was made. In fp16 the loss scale in `state` is updated.
+        `guard` decides which updates are left out, None leaves out only those with a number that is
+        not finite."""
         engine, index = self._engine, step - 1
         is_fp16 = self.compute.precision == "fp16"
         scale = state.loss_scale.scale if is_fp16 else 1.0
@@ -205,9 +208,10 @@ def _compared(
 def _beside(
     engine: Engine, optimizer: AnyOptimizer, saved: Checkpoint
 ) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Yield (name with its group, group, this rank's shard, the same region of the saved tensor)
-    for each tensor that this rank holds. Both tensors are flat, contiguous and on the host. Raises
-    CorruptError if a tensor is not in the checkpoint."""
+    """Yield, for each tensor that this rank holds, what is to be compared: (its name with its
+    group, the group, this rank's shard, the same region of the tensor in the checkpoint `saved`).
+    Both tensors are flat, contiguous and on the host. Raises CorruptError if a tensor is not in the
+    checkpoint."""
     for group, tensors in tensors_to_save(engine, optimizer).items():
         stored = saved.tensors(group) if tensors else {}
         for name, tensor in tensors.items():

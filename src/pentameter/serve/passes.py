@@ -86,7 +86,7 @@ class _Memory:
 
     @property
     def all(self) -> list[Tensor]:
-        """All tensors of the cache."""
+        """All tensors of the cache: keys, values and chosen experts of every layer."""
         return [*self.keys, *self.values, *self.chosen]
 
 

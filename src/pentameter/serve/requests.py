@@ -53,7 +53,8 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that one request may ask for."""
+    """The most that one request to the server may ask for: tokens and texts, the seconds it may
+    take, and the bytes of its body."""
 
     max_tokens: int
     """Largest number of new tokens in a text."""

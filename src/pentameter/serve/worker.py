@@ -41,16 +41,18 @@ _Result = TypeVar("_Result")
 
 
 class ServerBusyError(Exception):
-    """The queue is full, or the server is stopping; the message says which."""
+    """Raised when a request cannot be taken, as the queue is full or the server is stopping; the
+    message says which."""
 
 
 class TakesTooLongError(Exception):
-    """A request has reached its time limit."""
+    """Raised when a request has reached its time limit."""
 
 
 @dataclass(eq=False)
 class ServedModel:
-    """A model under the name by which requests call it, with its tokenizer, cache and Batcher."""
+    """A model that the server offers, under the name by which requests call it, with its tokenizer,
+    its cache and its Batcher."""
 
     name: str
     tokenizer: Tokenizer

@@ -147,8 +147,8 @@ class Trainer:
 
     def fit(self) -> RunEnd:
         """Train until all steps are made, `train.patience` is used up or a hook stops the run, and
-        return the end. A run that would miss its `time` goes on once with another length.
-        Collective.
+        return how it ended. A run with a `time` that it would miss is changed once, to another
+        number of steps, and goes on. Collective.
 
         Raises InterruptedRunError if a signal stopped the run (everything is saved by then, except
         steps whose updates were skipped), TrainingFailedError if the loss stays non-finite or a
@@ -254,7 +254,8 @@ def reads_late(run: TrainingRun, hooks: Sequence[object]) -> bool:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that was made: its number, counted from 1, its learning rate and its update."""
+    """A step that the loop has made: its number, counted from 1, its learning rate, and what came
+    of it (`Update`). A frozen record."""
 
     number: int
     rate: float

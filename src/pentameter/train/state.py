@@ -57,7 +57,8 @@ class GuardState:
     steps are not read again: step n reads batch n - 1."""
 
     def add(self, loss: float, norm: float, window: int) -> None:
-        """Add a step whose update was made, and forget all but the last `window`."""
+        """Add the loss and the gradient norm of a step whose update was made to the history, and
+        drop the oldest beyond `window` steps."""
         for history, value in ((self.losses, loss), (self.norms, norm)):
             history.append(value)
             del history[:-window]

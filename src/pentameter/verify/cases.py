@@ -47,8 +47,9 @@ Recompute = Literal["full", "selective"]
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison with one process: a layout and, optionally, further settings. Neither may
-    change the result. None leaves a setting at its default."""
+    """One comparison of `verify`: a layout, and perhaps further settings, whose steps are computed
+    and compared with one process's. Neither may change the result. A setting that is None keeps its
+    default."""
 
     layout: Layout
     micro_batches: int | None = None
@@ -71,12 +72,13 @@ class Case:
 
     @property
     def changes_model(self) -> bool:
-        """True if the case changes the built-in model, and so that of the one process."""
+        """True if the case's settings change the built-in model; the one process that it is
+        compared with then computes the changed model, too."""
         return (self.tied_head, self.idle_experts, self.kv_heads) != (None, None, None)
 
     @property
     def alone(self) -> Case:
-        """The case of the one process that this case is compared with."""
+        """The case of one process with which this case is compared, with the same model."""
         return replace(
             self, layout=Layout(), micro_batches=None, activation_checkpoint=None, compile=None
         )

@@ -51,7 +51,8 @@ READ: tuple[Kind, ...] = ("loss", "evaluation loss", "row losses", "next logits"
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative error of one number or tensor, on one rank in one step, against the one process."""
+    """How far one number or tensor, on one rank in one step, is from the one process's: its
+    relative error."""
 
     kind: Kind
     tensor: str
@@ -275,8 +276,9 @@ def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
 def _scalars(
     kind: Kind, step: int, values: Sequence[float | Float64 | None]
 ) -> Iterator[Difference]:
-    """Yield each rank's Difference in one number, or one unnamed array, of the given `kind` in step
-    `step`. `values` has the one process's value, then each rank's."""
+    """Yield the Difference of each rank from the one process in one number, or one array without a
+    name, of the given `kind` in step `step`. `values` has the one process's value first, then each
+    rank's."""
     true, *of_ranks = values
     assert true is not None
     for rank, value in enumerate(of_ranks):

@@ -133,8 +133,9 @@ def compute_steps(
 
 
 def _read_in_other_ways(engine: Engine, batch: Batch) -> tuple[Float64, Float64]:
-    """Return two further results that runs compute for batch rows: the loss of each row (B,), and
-    the logits (1, V) after the first row. All rows are cut in the middle for it. Collective."""
+    """Return two further results that runs compute from batch rows, so that they are compared too:
+    the loss of each row (B,), and the logits (1, V) that follow the first row. For this, all rows
+    are truncated in the middle. Collective."""
     n_seen = batch.inputs.shape[1] // 2 + 1
     targets = batch.targets.copy()
     targets[:, n_seen:] = IGNORED_TARGET
@@ -144,9 +145,10 @@ def _read_in_other_ways(engine: Engine, batch: Batch) -> tuple[Float64, Float64]
 
 @contextmanager
 def several_blocks() -> Iterator[None]:
-    """Context manager: within it, in this process, the sizes above which something is computed in
-    blocks are so small that verify's tensors consist of several blocks, the last one smaller. The
-    one process of the comparison computes each in one block."""
+    """Context manager: within it, in this process, whatever is computed in blocks above some size
+    (the loss, for example) has that size set so low that `verify`'s small tensors consist of
+    several blocks, the last one smaller. The one process that layouts are compared with computes
+    each in one block."""
     before = [(module, name, getattr(module, name)) for module, name in SMALL_BLOCKS]
     try:
         for (module, name), limit in SMALL_BLOCKS.items():

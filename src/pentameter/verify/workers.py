@@ -134,12 +134,14 @@ class Workers:
     def _check(
         self, answers: dict[int, Any], busy: Sequence[Forked], said: int, timeout_seconds: float
     ) -> None:
-        """Raise CaseFailedError unless every worker replied with a result.
+        """Raise CaseFailedError unless every worker has replied with a result. The error names the
+        failure from which others follow: a process that ended, else an error, else an error that
+        only says that another process is gone, else a missing reply; of several, the first.
 
-        The error names the failure from which others follow: the first of a process that ended, an
-        error, an error that only says that another process is gone, a missing reply. answers: the
-        replies by rank. busy: the workers, by rank. said: offset in the workers' stderr file at
-        which this run began.
+        answers: the replies by rank.
+        busy: the workers, by rank.
+        said: offset in the file of the workers' stderr at which this run began.
+        timeout_seconds: for the message.
         """
         for rank, answer in answers.items():
             if answer is None:

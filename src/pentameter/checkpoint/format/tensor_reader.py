@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A region, or a whole tensor, held by the entry `key` in a safetensors file."""
+    """Where a region of a tensor, or a whole tensor, lies: the entry `key` in a safetensors file,
+    and the region's offset and sizes."""
 
     path: Path
     key: str
@@ -33,7 +34,7 @@ class StoredRegion:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk, in one region or several."""
+    """A tensor on disk, saved whole or in several regions: its shape, dtype and regions."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

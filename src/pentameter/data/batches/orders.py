@@ -44,7 +44,7 @@ class Order(ABC):
     @property
     @abstractmethod
     def rows_per_epoch(self) -> int:
-        """Rows in one pass over the split."""
+        """Number of batch rows in one pass over the split."""
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -128,7 +128,8 @@ class Windows(Order):
 
 
 class Random(Windows):
-    """Each row's window starts at a uniformly random token, drawn independently."""
+    """Reading order in which each row is a window that starts at a token drawn uniformly at random,
+    independently of all others."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
         """Return starts (B,) drawn uniformly among all possible ones: 64 random bits scaled to
@@ -150,7 +151,8 @@ class Random(Windows):
 
 
 class Shuffled(Windows):
-    """Adjacent windows, each once per epoch, permuted anew for each epoch."""
+    """Reading order of adjacent windows, in which each comes once per epoch, in a new random order
+    for each epoch."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
         """Return the index of each row's first token (B,): the start of its permuted window."""
@@ -158,7 +160,8 @@ class Shuffled(Windows):
 
 
 class Sequential(Windows):
-    """Adjacent windows in the text's order, from the start again after the last."""
+    """Reading order of adjacent windows as they follow one another in the text, from its start
+    again after its end."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
         """Return the index of each row's first token (B,); rows follow one another in the text."""

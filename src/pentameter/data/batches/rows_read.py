@@ -47,7 +47,8 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RowRead:
-    """A batch row as a training step reads it."""
+    """A batch row as a training step reads it: where its text is from, and its tokens as text. A
+    frozen record."""
 
     row: int
     """Its index in the global batch."""

@@ -221,7 +221,7 @@ def _download(file: RemoteFile, partial: Path) -> None:
 
 
 class _IncompleteError(Exception):
-    """The bytes received are not the file that the server announced."""
+    """Raised when the bytes received are not the whole file that the server announced."""
 
 
 def _append(file: RemoteFile, partial: Path, offset: int) -> None:

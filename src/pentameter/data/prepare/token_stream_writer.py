@@ -161,7 +161,7 @@ class Position:
 
 
 class _NothingLeftError(Exception):
-    """The text has no more tokens to write."""
+    """Raised when the text has no more tokens to write."""
 
 
 class Parts:

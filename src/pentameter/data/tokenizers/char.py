@@ -22,8 +22,8 @@ than any alphabet has, and they occur less than SELDOM times on average."""
 
 
 class UnseenCharacterError(ConfigError):
-    """A character outside the vocabulary. The message gives `position`, its index in the text that
-    `where` names."""
+    """Raised for a character outside a character tokenizer's vocabulary. The message gives
+    `position`, its index in the text that `where` names."""
 
     def __init__(self, character: str, position: int, where: str = "the text") -> None:
         # An exception that crosses from the processes that encode is made again from these.

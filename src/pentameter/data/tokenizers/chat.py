@@ -76,11 +76,11 @@ class MarkedText(str):
 
 
 class TemplateRefusalError(ConfigError):
-    """A chat template fails on these messages or refuses them."""
+    """Raised when a chat template fails on messages, or refuses them."""
 
 
 class TemplateBoundsError(TemplateRefusalError):
-    """A chat template exceeds its limit on time, memory or output."""
+    """Raised when rendering by a chat template exceeds the limit on time, memory or output."""
 
 
 @dataclass(frozen=True)

@@ -124,10 +124,10 @@ class Recognizer:
 
     @cached_property
     def _with_marks(self) -> tuple[Any, Ids, Mapping[int, str]]:
-        """Return (library, ids, marks). The library's tokenizer recognizes a mark in place of each
-        special token; `ids` maps each id that it gives to the id in `content`; `marks` maps a
-        special token's id to its mark. A mark is a number whose binary digits are BEGIN and END,
-        which no message contains."""
+        """Return (library, ids, marks): a tokenizer of the `tokenizers` library that recognizes a
+        mark in place of each special token; an array that maps each id that it gives to the id in
+        `content`; and special token's id → its mark. A mark is a number written in the two
+        characters BEGIN and END as binary digits, which no message contains."""
         width = len(self._special).bit_length()
         digits = str.maketrans("01", BEGIN + END)
         marks = {

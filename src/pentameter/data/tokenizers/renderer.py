@@ -265,8 +265,8 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A request (`asked`) with the compiled template that renders it and the special tokens' texts
-    by key (`tokens`). Methods render on each call."""
+    """Renders one request, `asked`, by its compiled chat template; `tokens` maps the keys of
+    special tokens to their texts. Each call of a method renders anew."""
 
     template: Any
     keeps_no_state: bool

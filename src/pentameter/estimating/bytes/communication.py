@@ -49,7 +49,8 @@ ranks is counted."""
 
 
 class CommunicationCounter:
-    """Accumulates calls and bytes by (mesh dimension, kind)."""
+    """Adds up the number of calls and the bytes that one rank communicates, by mesh dimension and
+    kind of collective."""
 
     def __init__(self) -> None:
         self.counted: dict[tuple[str, Kind], Communication] = defaultdict(
@@ -57,7 +58,8 @@ class CommunicationCounter:
         )
 
     def add(self, dimension: str, kind: Kind, n_bytes: int, calls: int = 1) -> None:
-        """Count `calls` calls with `n_bytes` each; no entry is made for 0 calls."""
+        """Add `calls` calls of one kind of collective along a mesh dimension, each with `n_bytes`.
+        Nothing is recorded for 0 calls."""
         if calls:
             old = self.counted[dimension, kind]
             self.counted[dimension, kind] = Communication(

@@ -146,7 +146,8 @@ def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
 
 @dataclass(frozen=True)
 class _FsdpUnit:
-    """Bytes on one rank for parameters that FSDP gathers and reduces together."""
+    """Bytes that one rank holds of an FSDP unit, a group of parameters that are gathered and
+    reduced together: the gathered weights, the gradients, and this rank's shard of these."""
 
     gathered: int
     """Unsharded parameters in the dtype that they are gathered in, shards padded to the largest."""

@@ -213,7 +213,8 @@ class Candidates:
 
 @dataclass(frozen=True)
 class _Elements:
-    """Element counts of parameters: those of experts, and all others."""
+    """Numbers of elements of parameters: those of experts' parameters, and those of all others, as
+    ranks shard the two differently."""
 
     of_experts: int
     others: int

@@ -189,9 +189,9 @@ class Device(Section):
         return None not in known
 
     def spread_of(self, precision: str) -> Spread | None:
-        """Return (least, most) measured ÷ planned seconds, which four measured runs in five were
-        between; None if no run has tested it. `precision` is a `train.precision` or a format in
-        PLANNED_ONLY."""
+        """Return (least, most): the range of measured ÷ planned step time in which four of five
+        measured runs on this device were. None if no run has tested the plan. `precision` is a
+        `train.precision`, or a number format in PLANNED_ONLY."""
         known = self.calibration.spread if self.spread is None else self.spread
         return known.get(precision)
 

@@ -23,7 +23,7 @@ Link = Literal["inside a node", "between nodes"]
 
 @dataclass(frozen=True)
 class Links:
-    """Estimated communication times in a layout on a cluster, by mesh dimension."""
+    """Estimates how long a layout's communication takes on a cluster, for each mesh dimension."""
 
     layout: Layout
     cluster: Cluster

@@ -222,8 +222,8 @@ class _Waits:
 
 
 class _StepOnCluster:
-    """Computes one step's StepTime, on the ranks with coordinate 0 along every mesh dimension
-    except pipeline."""
+    """Estimates the seconds of one step on a cluster, for the ranks with coordinate 0 along every
+    mesh dimension except `pipeline`."""
 
     def __init__(
         self, step: Step, cluster: Cluster, communication: Sequence[StepCommunication]
@@ -280,9 +280,12 @@ class _StepOnCluster:
     # -- without a pipeline -----------------------------------------------------------------------
 
     def _without_pipeline(self, computed: PassSeconds, waiting: PassSeconds) -> float:
-        """Return the seconds for all micro-batches' passes without a pipeline, including gradient
-        sums and ZeRO's gathers, partly overlapped. `computed` and `waiting` are one micro-batch's
-        compute and waiting seconds by pass."""
+        """Return the seconds that the passes of all micro-batches take without a pipeline,
+        including gradient sums and ZeRO's gathers, which partly overlap with them.
+
+        computed: seconds that the passes of one micro-batch compute.
+        waiting: seconds that the passes of one micro-batch wait for other ranks.
+        """
         traffic, M = self.communication[0], self.n_micro_batches
         forward = computed.forward + waiting.forward
         backward = sum(computed[1:]) + sum(waiting[1:])

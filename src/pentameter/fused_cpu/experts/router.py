@@ -104,7 +104,8 @@ class _RouterLogits(Function):
 
 
 def _logits_job(x: Tensor, scale: Tensor, weight: Tensor) -> _LogitsJob:
-    """Return the C++ call's arguments for x (B, T, D), scale (D,) and weight (E, D)."""
+    """Return the arguments of the C++ kernel that computes a router's logits, for x (B, T, D), the
+    norm's weight `scale` (D,) and the router's `weight` (E, D)."""
     E, D = weight.shape
     N = x.numel() // D
     rows = max(TOKENS_PER_SUM, -(-N // MOST_SUMS))  # whatever the number of threads
@@ -147,7 +148,8 @@ class _ChosenExperts(Function):
 
 
 def _choice_job(router: Router, logits: Tensor) -> _ChoiceJob:
-    """Return the C++ call's arguments for the router's settings and logits (B, T, E)."""
+    """Return the arguments of the C++ kernel that chooses experts, from the router's settings and
+    the logits (B, T, E)."""
     config, E = router.config, logits.shape[-1]
     function = config.router.score_function
     return _ChoiceJob(

@@ -28,7 +28,8 @@ class Gather(Protocol):
     Without, it is `whole`, which returns its arguments."""
 
     def __call__(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Return each part (B, t, N), this rank's t tokens, for all T tokens: (B, T, N)."""
+        """Return each of `parts` for all T tokens, (B, T, N), given this rank's t tokens of it, (B,
+        t, N)."""
 
 
 class LatentAttention(CausalAttention):
@@ -152,5 +153,5 @@ class LatentAttention(CausalAttention):
 
 
 def whole(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Return the parts unchanged: the `Gather` where each rank has all tokens."""
+    """Return the parts unchanged: the `Gather` to use where each rank has all tokens already."""
     return parts

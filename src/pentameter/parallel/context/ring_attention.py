@@ -415,7 +415,8 @@ def _scores(q: Tensor, k: Tensor, block: _Block) -> Tensor:
 
 
 def _precise(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which blocks are summed: float32 at least."""
+    """Return the dtype in which the results of blocks are summed: the tensor's own, but at least
+    float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

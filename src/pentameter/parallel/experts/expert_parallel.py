@@ -231,8 +231,8 @@ class TokenShards(Tokens):
 
     @torch.compiler.disable
     def gather(self, y: Tensor, n_tokens: int) -> Tensor:
-        """All-gather outputs for each rank's shard of the tokens to those for all N = `n_tokens`
-        (N, D). Collective."""
+        """Return the outputs of all N = `n_tokens` tokens, (N, D), all-gathered from the ranks,
+        given this rank's outputs y of its own shard of the tokens. Collective."""
         whole: Tensor = _Gather.apply(y, self, n_tokens)
         return whole
 
@@ -252,13 +252,15 @@ class _Shard(Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, shards: TokenShards) -> Tensor:
-        """Return this rank's shard of `whole` (N, D)."""
+        """Take this rank's shard of `whole` (N, D), which every rank of the group holds; `shards`
+        says which one that is."""
         ctx.shards, ctx.n_rows = shards, len(whole)
         return shards.shard_of(whole).clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        """All-gather the gradient to (N, D). Collective."""
+        """All-gather the gradients g of all ranks' shards into the gradient (N, D) of the whole
+        tensor. Collective."""
         return ctx.shards.gathered(g.contiguous(), ctx.n_rows), None
 
 
@@ -268,13 +270,14 @@ class _Gather(Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, shards: TokenShards, n_rows: int) -> Tensor:
-        """All-gather the shards to (N, D), N = n_rows. Collective."""
+        """All-gather the shards of all ranks into one tensor (N, D), N = n_rows. `shards` knows the
+        group. Collective."""
         ctx.shards = shards
         return shards.gathered(shard, n_rows)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        """Return this rank's shard of the gradient g (N, D)."""
+        """Return this rank's shard of the gradient g (N, D), which is the same on all ranks."""
         return ctx.shards.shard_of(g).contiguous(), None, None
 
 
@@ -354,7 +357,8 @@ class Transfer:
         return arriving
 
     def finish(self, arriving: Tensor) -> Tensor:
-        """Wait for the rows (S, D) that arrive in the result of `start`, and return them."""
+        """Wait until the rows from other ranks have arrived in `arriving` (S, D), the result of
+        `start`, and return them."""
         arrived: Tensor = _Finish.apply(arriving, self)
         return arrived
 

@@ -177,7 +177,8 @@ class Grid(TensorContext):
         )
 
     def head_input(self, x: Tensor) -> Tensor:
-        """Return the local channels x (B, T, …) in the matmul dtype."""
+        """Return x, this rank's shard of the residual stream's channels (B, T, …), converted to the
+        dtype of matmuls."""
         return x.to(matmul_dtype(x))
 
     def loss_inputs(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,8 @@ from pentameter.planning.plan import Plan
 
 
 class GPTSource(ModelSource):
-    """The built-in GPT, as the configuration's `[model]` section describes it."""
+    """Builds the built-in GPT, or a slice of it, as the configuration's `[model]` section describes
+    it, and sets its initial values."""
 
     table_of = staticmethod(training_table)
 

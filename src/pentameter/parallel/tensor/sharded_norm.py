@@ -92,7 +92,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, g: Tensor, _statistics_grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients for x (B, T, D), weight and bias (D,), given g (B, T, D)."""
+    """Return the gradients for x (B, T, D), weight and bias (D,), None for other arguments, given
+    the gradient g (B, T, D) of the output. The statistics have no gradient."""
     x, weight, statistics = ctx.saved_tensors
     x_grad, weight_grad, bias_grad = sharded_norm_backward(
         g, x, weight, statistics, ctx.centred, ctx.group_name

@@ -143,7 +143,8 @@ def _token_embedding(context: TensorParallelContext, table: nn.Embedding, op: Op
 
 
 class TensorParallelContext(TensorContext):
-    """This rank in one-dimensional tensor parallelism, among the n ranks along `tensor`."""
+    """One-dimensional tensor parallelism on one rank, one of n along `tensor`: how each kind of
+    module computes on this rank's shards."""
 
     styles: Mapping[Role, Style] = {
         "token_embedding": _token_embedding,

@@ -44,7 +44,8 @@ def _start_gather(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
     work = all_gather(shards, x.contiguous(), group=group, async_op=True)
 
     def wait() -> Tensor:
-        """Return all tokens, (B, T, D) or (n · B, t, D)."""
+        """Wait until the all-gather is done, and return all ranks' tokens: (n · B, t, D) if `order`
+        is `by_process`, else (B, T, D)."""
         finish(work, "all-gather", group)
         if order == "by_process":
             return shards
@@ -73,7 +74,7 @@ def _start_sum(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
 
     def wait() -> Tensor:
-        """Return this rank's tokens (B, t, D) of the sum."""
+        """Wait until the sum is done, and return this rank's tokens of it, (B, t, D)."""
         finish(work, "all-reduce" if order == "whole" else "all-to-all", group)
         if order == "whole":
             return received

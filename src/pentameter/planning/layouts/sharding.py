@@ -168,7 +168,8 @@ class Sharding:
         return tuple(local)
 
     def n_heads_here(self, n_heads: int) -> int:
-        """Return how many of `n_heads` attention heads one rank computes, for all its tokens."""
+        """Return how many of the model's `n_heads` attention heads one rank computes while it
+        attends, for all the tokens that it has."""
         return self.local_shape((n_heads,), ("heads",))[0]
 
     @property

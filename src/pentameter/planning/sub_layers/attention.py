@@ -150,8 +150,9 @@ def _add_sinks(
 def _add_head_norm(
     build: OperationList, name: str, x: ActivationTensor, width: int
 ) -> ActivationTensor:
-    """Add a norm for queries or keys, which are `width` of the channels in x, and return its
-    result."""
+    """Add to `build` the norm that the model applies to queries or to keys, and return its result.
+    `width` is the number of their channels, over all heads; x may hold further channels beside
+    them."""
     result, parameters = build.computed(name, width, x.axes[1]), build.parameters(name)
     saves = (replace(result, name=f"{name}.input", dtype="weights"),)
     collectives: tuple[Collective, ...] = ()
@@ -167,8 +168,8 @@ def _add_head_norm(
 def add_rotation(
     build: OperationList, name: str, x: ActivationTensor, width: int
 ) -> ActivationTensor:
-    """Add a rotary embedding for queries or keys, which are `width` of the channels in x, and
-    return its result."""
+    """Add to `build` the rotary embedding of queries or of keys, and return its result. `width` is
+    the number of their channels, over all heads; x may hold further channels beside them."""
     result = build.computed(name, width, x.axes[1])
     build.add(name, "rotation", (x,), result)
     return result

@@ -81,7 +81,8 @@ def _matrix(
 
 
 def _vector(name: str, shape: tuple[int, ...], axes: tuple[Axis, ...], layer: int) -> ParameterSpec:
-    """Return the spec for a bias, or for one per expert."""
+    """Return the ParameterSpec of a bias, or of one bias for each expert if the first of its `axes`
+    is experts."""
     return ParameterSpec(name, shape, axes, ZEROS, False, layer, sums_over=("time",))
 
 

@@ -78,7 +78,8 @@ class WorkerFailedError(PentameterError):
 
 @dataclass(frozen=True)
 class Failure:
-    """One process's failure, as it reports it to the launcher or prints it."""
+    """What went wrong in one process, as it tells the launcher or prints it: message, exit code,
+    traceback, and whether it may be a consequence of another's failure."""
 
     rank: int
     exit_code: int

@@ -65,7 +65,8 @@ class Naming:
 
 @dataclass(frozen=True)
 class Wait:
-    """The collective or messages in which a rank waited when it lost another one."""
+    """Where a rank waited when it noticed that it had lost another one: the collective or messages,
+    their group, and the call in the source."""
 
     collective: str
     """The collective in words, such as `all-reduce`; `collective` if it is not known which."""

@@ -30,7 +30,8 @@ _LEAVE_LOST_SECONDS = 0.5  # ranks that miss another one are to say so soon
 
 
 class OtherRankError(Exception):
-    """An error of another rank that cannot be pickled, replaced by its type and message."""
+    """Raised in place of another rank's error that cannot be pickled; it has that error's type and
+    message as text."""
 
 
 class _LeftError(Exception):
@@ -111,7 +112,8 @@ class World:
         self._await_all(lambda: self.is_main and is_busy(), doing, step)
 
     def _await_all(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
-        """Return once `is_busy` returns False on every rank. Collective."""
+        """Wait until `is_busy()` returns False on every rank; meanwhile `doing` and `step` are
+        noted as this rank's activity. Collective."""
         pauses = growing(_FIRST_PAUSE_SECONDS, longest=PAUSE_SECONDS)
         while self.all_reduce_maxima(is_busy())[0]:
             self.activity.note(doing, step, nothing_to_lose=True)

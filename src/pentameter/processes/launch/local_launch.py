@@ -136,18 +136,17 @@ def check_launch(
     local_size: int | None = None,
 ) -> None:
     """Raise ConfigError if the processes of a run could not train together: too few cores for them,
-    with `check_fit` too little host memory for training on CPUs, or a layout that does not fit
-    their number.
+    too little host memory for training on CPUs (checked with `check_fit`), or a layout that does
+    not fit their number.
 
     It runs before data is read and before the processes meet, so that N of them do not print the
     same error.
 
     n_processes: all processes in the run.
     launched: from `find_rank` if a launcher started them; then cores and memory are not checked.
-    None
-        if `--nproc` will start them on this machine.
+        None if `--nproc` will start them on this machine.
     local_size: how many of them this machine will start; None for all.
-    oversubscribe: any number of processes per core will do.
+    oversubscribe: True to allow any number of processes per core.
     """
     from pentameter.estimating.bytes.plan_estimates import plan_state_bytes
     from pentameter.planning.layouts.layout import make_layout

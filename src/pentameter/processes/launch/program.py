@@ -50,7 +50,8 @@ class Command:
     def start(
         self, environment: Mapping[str, str], folder: Path, output: int | None
     ) -> Child | ForkedChild:
-        """Start the command (see `Program`)."""
+        """Start the command as one rank's process. Arguments and errors are as for
+        `Program.start`."""
         return Child(self._arguments, environment, folder=folder, stdout=output, stderr=output)
 
 
@@ -72,7 +73,8 @@ class Preloaded:
     def start(
         self, environment: Mapping[str, str], folder: Path, output: int | None
     ) -> Child | ForkedChild:
-        """Start a process (see `Program`), and first the fork server, unless it runs."""
+        """Start one rank's process, forked from the fork server, which is started first if it does
+        not run. Arguments and errors are as for `Program.start`."""
         if self._server is None or self._server.poll() is not None:
             self.close()
             # torch's C++ warns of every host without a reverse name, and shows its stack when a

@@ -43,8 +43,8 @@ Hashes = tuple[int, ...]
 
 
 class FaultChecks:
-    """The checks of one run for silent corruption. If `train.check_every` is None, only replicas
-    are compared."""
+    """Checks one run for silent corruption of its memory, its gradients and its replicas of
+    tensors. If `train.check_every` is None, only replicas are compared."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run

@@ -31,7 +31,8 @@ def spike_limits(history: Tensor, factor: float) -> Tensor:
 
 
 def _median(values: Tensor) -> Tensor:
-    """Return each row's median, the lower one of two; (rows, n) → (rows,)."""
+    """Return the median of each row of `values` (rows, n), as (rows,); the lower one of the two in
+    the middle if n is even."""
     # Not `Tensor.median`, which a GPU refuses if only deterministic algorithms are allowed.
     return values.sort(1).values[:, (values.shape[1] - 1) // 2]
 

@@ -69,7 +69,8 @@ def _not_copied(step: int | None, settings: CheckpointConfig) -> str:
 
 
 class _Copier:
-    """Copies checkpoints of the run in `folder` to `remote`, one job at a time."""
+    """Copies checkpoints of the run in `folder` to the store `remote`, one job at a time, in the
+    copying thread."""
 
     def __init__(self, settings: CheckpointConfig, folder: RunFolder, remote: RemoteCopies) -> None:
         self._settings, self._folder, self._remote = settings, folder, remote

@@ -413,8 +413,8 @@ class OldCheckpoints:
             self._say_not_removed(error)
 
     def await_removals(self) -> None:
-        """Wait until removed checkpoints are gone from disk, since the next save counts on their
-        space. Collective."""
+        """Wait until the checkpoints that were removed are gone from disk, as the next save needs
+        their space. Collective."""
         step = self.run.state.step
         self.run.world.patiently(lambda _: self.await_own_removals(), "removing", step)
 
