@@ -29,7 +29,7 @@ from pentameter.config.files.load import load_config
 from pentameter.data.sizes import data_sizes
 from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.costs import ActivationBytes, Step
-from pentameter.estimating.bytes.shares import stage_tables
+from pentameter.estimating.bytes.stages import stage_tables
 from pentameter.model.experts import Experts
 from pentameter.parallel.data_parallel import micro_batch, shard_state
 from pentameter.parallel.experts.expert_parallel import ExpertExchange

@@ -18,7 +18,7 @@ from pentameter.data.corpora import files
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.prepare import ahead as ahead_of_training
 from pentameter.data.prepare import token_stream_writer as preparing_stream
-from pentameter.data.prepare.ahead import Ahead, Follower, failure_file
+from pentameter.data.prepare.background import Ahead, Follower, failure_file
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.prepare.token_stream_writer import Parts, origin_of
 from pentameter.data.shards import token_stream as stream_shards

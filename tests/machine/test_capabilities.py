@@ -12,7 +12,7 @@ from pentameter.errors import ConfigError
 from pentameter.machine import capabilities as machine
 from pentameter.machine.capabilities import has_kernels, held_by_others, machine_capabilities
 from pentameter.machine.choices import choose_device, choose_precision, emulates
-from pentameter.report.text.machine import examine, machine_rows
+from pentameter.report.text.doctor import examine, machine_rows
 from pentameter.train.say.start_warnings import compute_warnings
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> int:
     asked = parse(DoctorArguments, arguments, verb="doctor")
     if asked.measure:
         return _measure(as_json=asked.json)
-    from pentameter.report.text.machine import examine, machine_rows
+    from pentameter.report.text.doctor import examine, machine_rows
 
     facts = examine()
     if asked.json:

@@ -16,7 +16,7 @@ from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import shown_path
 from pentameter.data.corpora.conversations import Conversations
 from pentameter.data.corpora.registry import corpus_of
-from pentameter.data.prepare.ahead import TokenStreamPreparation
+from pentameter.data.prepare.background import TokenStreamPreparation
 from pentameter.data.prepare.from_conversations import ConversationPreparation
 from pentameter.data.prepare.from_text import TextPreparation
 from pentameter.data.prepare.preparation import Preparation

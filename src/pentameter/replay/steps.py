@@ -21,11 +21,11 @@ from pentameter.planning.plan import Plan
 from pentameter.processes.group.world import World
 from pentameter.record.run_data import RunData
 from pentameter.replay.record import RunRecord, StepNumbers
+from pentameter.train.checked_graphs import refuse_wrong_graphs
 from pentameter.train.compute import Compute
 from pentameter.train.faults.guard import Guard
 from pentameter.train.faults.row_losses import HighestRows, highest_rows
 from pentameter.train.keep.saving import load_tensors, tensors_to_save
-from pentameter.train.proved_graphs import refuse_wrong_graphs
 from pentameter.train.start import build_engine
 from pentameter.train.state import TrainState, saved_state
 from pentameter.train.update import read, update_weights

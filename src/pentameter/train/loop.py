@@ -33,13 +33,13 @@ from pentameter.processes.group.join import lone_world, loss_behind
 from pentameter.processes.group.world import World
 from pentameter.record.events import EndKind, EpochMetrics, ExpertMetrics, RunEnd, StepMetrics
 from pentameter.train.boundary import Boundary
+from pentameter.train.checked_graphs import refuse_wrong_graphs
 from pentameter.train.faults.guard import Guard
 from pentameter.train.faults.pace import RankPace
 from pentameter.train.faults.skipping import skip
 from pentameter.train.hooks import Hooks, check_hook
 from pentameter.train.keep.resuming import RunRequest
 from pentameter.train.keep.saving import RunCheckpoints
-from pentameter.train.proved_graphs import refuse_wrong_graphs
 from pentameter.train.run import TrainingRun, is_logged, records_loads
 from pentameter.train.say.console import Console
 from pentameter.train.say.recorder import Recorder

@@ -21,7 +21,7 @@ from pentameter.estimating.bytes.operation_communication import (
     Sent,
     When,
 )
-from pentameter.estimating.bytes.shares import alike_stages, is_rounded, stage_tables, units
+from pentameter.estimating.bytes.stages import alike_stages, is_rounded, stage_tables, units
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.buckets import COPIES_BUCKET_BYTES, filled_buckets

@@ -13,7 +13,7 @@ from functools import cached_property
 from pentameter.config.choices import MOMENTS, look_up
 from pentameter.config.schema import OptimizerConfig
 from pentameter.estimating.bytes.costs import ActivationBytes, Step
-from pentameter.estimating.bytes.shares import (
+from pentameter.estimating.bytes.stages import (
     ROOT,
     alike_stages,
     is_rounded,

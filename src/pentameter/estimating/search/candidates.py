@@ -21,7 +21,7 @@ from pentameter.estimating.bytes.changes import CHECKPOINTS
 from pentameter.estimating.bytes.communication import Communication
 from pentameter.estimating.bytes.costs import ActivationBytes, Step
 from pentameter.estimating.bytes.memory import optimizer_slots, step_memory
-from pentameter.estimating.bytes.shares import stage_tables
+from pentameter.estimating.bytes.stages import stage_tables
 from pentameter.estimating.seconds.cluster import Cluster, trained_precision
 from pentameter.estimating.seconds.compute_time import ComputeTime, fuses_dropout
 from pentameter.estimating.seconds.links import Links

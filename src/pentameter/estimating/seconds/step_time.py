@@ -22,7 +22,7 @@ from pentameter.estimating.bytes.communication import (
 from pentameter.estimating.bytes.costs import ActivationBytes, PassSeconds, Step
 from pentameter.estimating.bytes.memory import optimizer_slots
 from pentameter.estimating.bytes.operation_communication import Kind, When
-from pentameter.estimating.bytes.shares import alike_stages, stage_tables
+from pentameter.estimating.bytes.stages import alike_stages, stage_tables
 from pentameter.estimating.seconds.cluster import Cluster
 from pentameter.estimating.seconds.compute_time import ComputeTime
 from pentameter.estimating.seconds.links import Links

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from pentameter.estimating.bytes.shares import stage_tables
+from pentameter.estimating.bytes.stages import stage_tables
 from pentameter.estimating.search.scaling import ScalePoint
 from pentameter.estimating.search.search import Found, first_change
 from pentameter.estimating.seconds.estimate import Estimate
