@@ -56,8 +56,8 @@ def _scaled(value: float, units: Mapping[str, float]) -> tuple[float, str]:
 
 
 def _three_digits(value: float) -> str:
-    """Format with three significant digits, "2.5"; but no digit before the point is
-    dropped, "12,345"."""
+    """Format a number with three significant digits, "2.5" or "0.123". A number above 999 keeps all
+    digits before the point, "12,345"."""
     whole_only = 999.5 <= abs(value) < HUGE
     return f"{value:,.0f}" if whole_only else f"{value:z.3g}"
 

@@ -186,9 +186,9 @@ def _passes_seconds(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[f
 
 
 def _shares(dtype: torch.dtype, peak: float) -> ProductShares:
-    """Measure how much PyTorch reaches in `dtype`, as fractions of the peak matmul rate `peak`
-    (FLOP/s): in a linear layer's matmuls, forward and backward, with the sizes PRODUCT; and in
-    causal attention with the sizes ATTENTION."""
+    """Measure what fraction of the peak matmul rate `peak` (FLOP/s) PyTorch reaches in `dtype`: in
+    the matmuls of a linear layer, forward and backward, of the sizes in PRODUCT, and in causal
+    attention of the sizes in ATTENTION."""
     m, n, k = PRODUCT
     x, weight = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((m, k), (n, k)))
     seconds = sum(_passes_seconds(torch.nn.functional.linear, x, weight))

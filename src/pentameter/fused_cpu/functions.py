@@ -105,11 +105,13 @@ class AddNorm(Function):
         p: float,
         kind: kernels.NormKind,
     ) -> tuple[Tensor, Tensor]:
-        """Return x' in x's dtype and its norm in y's, both (B, T, D), for the residual stream x and
-        the sub-layer's output y, (B, T, D) each.
+        """Add a sub-layer's output y to the residual stream x, both (B, T, D), after bias and
+        dropout: x' = x + dropout(y + bias). Return (x' in x's dtype, x' normalised in y's dtype),
+        both (B, T, D).
 
-        bias: the sub-layer's last linear's (D,), or None. keys, p: dropout's keys (B, 2) and
-        probability. kind: the norm's formula and epsilon.
+        bias: (D,), of the sub-layer's last linear layer, or None.
+        keys, p: dropout's keys, int32 (B, 2), and probability.
+        kind: the norm's formula and epsilon.
         """
         ctx.p, ctx.kind, ctx.native = p, kind, vector_kernels.can_add_norm(x, y)
         if ctx.native:

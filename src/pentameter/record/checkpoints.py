@@ -51,8 +51,8 @@ def list_checkpoints(folder: Path) -> list[Candidate]:
 
 
 def newest_checkpoint(run: Path) -> str:
-    """Return the name of the newest checkpoint in a run folder; "" if there is none or the folder
-    cannot be read. The checkpoint's content is not read, as `find_checkpoint` does."""
+    """Return the name of the newest checkpoint's folder in a run folder; "" if there is none or the
+    folder cannot be read. Only names are looked at; `find_checkpoint` also verifies the content."""
     with suppress(StorageError):
         found = (each for each in list_checkpoints(run / "checkpoints") if not each.replaced)
         return next((each.path.name for each in found), "")

@@ -48,7 +48,8 @@ class Event:
         return self.EVENT
 
     def values(self) -> dict[str, Any]:
-        """Return the line's values by key, without kind and time, for JSON."""
+        """Return the line's values by key, as JSON values, without the kind of event and the
+        time."""
         kind: Any = type(self)  # mypy finds no hash of a class of frozen objects
         return {name: getattr(self, name) for name in recorded(kind)}
 

@@ -44,8 +44,9 @@ def read_identity(path: Path) -> RunIdentity | None:
 
 
 def _origin(origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what plan.json's `init_from` says of a model: the texts that every version writes, and
-    of the others those that are there."""
+    """Return what plan.json's `init_from` records of the model whose weights a run began with: the
+    texts that every version of this program writes, and of the other values those that are
+    there."""
     texts = ("path", "identity", *(("base_model",) if "base_model" in origin else ()))
     counts = [key for key in ("step", "tokens") if type(origin.get(key)) is int]
     return {key: str(origin[key]) for key in texts} | {key: origin[key] for key in counts}

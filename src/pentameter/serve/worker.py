@@ -83,8 +83,8 @@ class ServedModel:
         )
 
     def remarks(self) -> list[str]:
-        """Return warnings about the chat template, one sentence each, for whoever starts the
-        server."""
+        """Return warnings about the model's chat template, one sentence each, to be printed when
+        the server starts."""
         chat = self.tokenizer.chat
         remark = None if chat is None else unlike_its_prompt(chat, self.render)
         return [] if remark is None else [f"{self.name}: {remark}"]

@@ -81,5 +81,5 @@ def _eager(modules: Sequence[StageModule], why: str) -> str:
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
-    """Return the largest finite absolute value in the tensors, 0 without any."""
+    """Return the largest absolute value in the tensors that is finite; 0 if there is none."""
     return max((float(x.nan_to_num(0, 0, 0).abs().amax()) for x in tensors if x.numel()), default=0)

@@ -61,8 +61,9 @@ def n_parts_of(folder: Path) -> int | None:
 
 
 def tokens_for(n_rows: int, context_length: int) -> int:
-    """Return how many tokens must exist before the first `n_rows` rows can be read: those of whole
-    blocks (about BLOCK_TOKENS each) and one more, the last target."""
+    """Return how many tokens of a text must be there before the first `n_rows` rows of a streamed
+    order can be read: the tokens of whole blocks (about BLOCK_TOKENS each), as each is permuted as
+    a whole, and one more, the last target."""
     block = max(BLOCK_TOKENS // context_length, 1) * context_length
     return -(-n_rows * context_length // block) * block + 1
 

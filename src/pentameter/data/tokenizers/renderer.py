@@ -81,7 +81,8 @@ class RenderRequest:
 
     @property
     def template(self) -> str:
-        """Name of the template that renders it, if the model has that, as in transformers."""
+        """Name of the chat template by which to render this request, where a model has several:
+        "tool_use" if there are tools, as transformers chooses."""
         return DEFAULT if self.tools is None else TOOL_USE
 
     @cached_property

@@ -59,7 +59,8 @@ class Step:
 
     @cached_property
     def rules(self) -> LayoutRules:
-        """When this layout gathers weights and reduces gradients."""
+        """The rules by which this layout gathers weights and reduces gradients, such as whether it
+        does so for each micro-batch."""
         return LayoutRules(self.layout)
 
     @cached_property
@@ -129,7 +130,8 @@ class Step:
         return min(self.imbalance, self.layout.expert)
 
     def bytes_of(self, tensor: ActivationTensor) -> int:
-        """Return the bytes per element in an activation, by its dtype."""
+        """Return the number of bytes of one element of an activation, which follows from its
+        dtype."""
         match tensor.dtype:
             case "weights":
                 return self.element_bytes

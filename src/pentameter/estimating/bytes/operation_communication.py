@@ -220,8 +220,8 @@ class OperationCommunication:
         yield Sent(dimension, "all_to_all", n_bytes, n_calls)
 
     def _exchanges_again(self, op: Operation) -> bool:
-        """Whether recomputation repeats an exchange. Selective recomputation does not: it keeps the
-        rows that arrived."""
+        """True if recomputing a block exchanges the rows of its experts again between ranks.
+        Selective recomputation does not, as it keeps the rows that arrived."""
         is_full = self.step.config.train.activation_checkpoint == "full"
         return is_full and op.name in self.repeated
 

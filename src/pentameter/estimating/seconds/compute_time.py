@@ -415,8 +415,8 @@ class ComputeTime:
 
     @property
     def key(self) -> object:
-        """A hashable key, equal for layouts in which equal layers take equal time (same model,
-        cluster and precision)."""
+        """A hashable key by which results are shared between layouts: equal where equal layers take
+        equal time (same model, cluster and precision)."""
         layout, train, each = self.step.layout, self.step.config.train, self._operations
         return (
             layout.tensor, layout.sequence, layout.context, layout.zero > 0, each.joins,

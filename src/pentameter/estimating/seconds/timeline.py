@@ -236,8 +236,9 @@ def _readers_by_row(layout: Layout) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _passes(pipeline: Layout, n_micro_batches: int) -> _Passes:
-    """Return all ranks' passes in one order in which they can run: a pass comes after the one whose
-    result it reads. `pipeline` is from `_order_settings`."""
+    """Return the passes of all pipeline ranks in one order in which they can run: each comes after
+    the pass whose result it reads. `pipeline` is a layout reduced to the settings that matter here,
+    by `_order_settings`."""
     m, orders = n_micro_batches, _orders(pipeline, n_micro_batches)
     needs_of, readers = _needs_by_row(pipeline), _readers_by_row(pipeline)
     index_of = array("l", [-1]) * (len(KINDS) * pipeline.n_stages * m)

@@ -42,8 +42,9 @@ from pentameter.planning.layouts.sharding import Sharding, shard_size
 
 
 def _column_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
-    """Return a column-parallel linear's forward: local residual channels (B, T, …) → local columns
-    of x · Wᵀ + b, W (N, D). `op` is not read."""
+    """Return the forward of a column-parallel linear layer in a grid of ranks, with weight W (N, D)
+    and bias b: it maps this rank's channels of the residual stream (B, T, …) to its columns of x ·
+    Wᵀ + b. `op` is not read."""
     matmul = grid.columns_matmul(linear.weight)
 
     def forward(x: Tensor) -> Tensor:
@@ -54,8 +55,9 @@ def _column_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
 
 
 def _row_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
-    """Return a row-parallel linear's forward: local inner channels (B, T, …) → local residual
-    channels of x · Wᵀ + b, W (D, K). `op` is not read."""
+    """Return the forward of a row-parallel linear layer in a grid of ranks, with weight W (D, K)
+    and bias b: it maps this rank's inner channels (B, T, …) to its channels of the residual stream,
+    of x · Wᵀ + b. `op` is not read."""
     matmul = grid.stream_matmul(linear.weight)
 
     def forward(x: Tensor) -> Tensor:
@@ -69,8 +71,9 @@ def _row_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
 
 
 def _norm(grid: Grid, norm: nn.LayerNorm | nn.RMSNorm, op: Operation) -> Forward:
-    """Return the forward for a LayerNorm or RMSNorm over all D residual channels: local channels
-    (B, T, …) → same shape. Its forward is collective over `tensor`. `op` is not read."""
+    """Return the forward of a LayerNorm or RMSNorm over all D channels of the residual stream, of
+    which each rank has some: (B, T, …) → the same shape. The forward is collective over `tensor`.
+    `op` is not read."""
     centred, eps = isinstance(norm, nn.LayerNorm), norm.eps
     assert eps is not None
 
@@ -107,8 +110,8 @@ def _token_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
 
 
 def _position_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
-    """Return the position embedding's forward: positions (T,) → local channels (T, …). `op` is not
-    read."""
+    """Return the forward of the position embedding in a grid of ranks: it maps positions (T,) to
+    this rank's channels of their embeddings, (T, …). `op` is not read."""
     return lambda positions: F.embedding(positions, local(table.weight))
 
 
@@ -157,8 +160,10 @@ class Grid(TensorContext):
         return self._matmul(weight, 1, (self.tensor, self.row, self.depth))
 
     def _matmul(self, weight: Tensor, cut: int, groups: tuple[str, str, str]) -> Summa | Product3d:
-        """Return SUMMA in 2-D and 2.5-D, else the 3-D algorithm, in which `row` shards dimension
-        `cut` of the weight."""
+        """Return the object that multiplies by `weight` over the grid's ranks: by SUMMA in tensor
+        modes 2d and 2.5d, by the 3-D algorithm in 3d, where the mesh dimension `row` shards the
+        weight's dimension `cut`. `groups` names the process groups for inputs, weight and
+        results."""
         precision, n_cut = self.arithmetic.precision, weight.shape[cut]
         if not self.layout.is_3d:
             return Summa(len(weight), self.row, self.tensor, precision)

@@ -212,10 +212,13 @@ class Pipeline:
     def _stage(
         self, use: Use, schedule: str, number: int, module: nn.Module, inputs: Sequence[Tensor]
     ) -> BoundedStage:
-        """Create stage `number`, which runs `module`, for `schedule` (a `parallel.schedule`) and a
-        use. The last stage's output has the use's shape: logits for `logits`, a loss per row for
-        `rows`, else one loss. `inputs` are the first stage's for one micro-batch, (B, …), on
-        `meta`."""
+        """Create PyTorch's stage object for stage `number`, which runs `module`.
+
+        use: what is computed: `train`, `evaluate`, `rows` or `logits`. The last stage's output has
+            its shape: logits for `logits`, a loss per row for `rows`, else one loss.
+        schedule: a `parallel.schedule`.
+        inputs: the first stage's inputs for one micro-batch, (B, …), on `meta`.
+        """
         plan, layout = self._plan, self._plan.layout
         micro_batch_size = len(inputs[0])
         (T,) = plan.sharding.local_shape((plan.config.model.context_length,), ("context",))

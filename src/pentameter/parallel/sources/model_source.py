@@ -66,8 +66,9 @@ class ModelSlice:
 
 
 class ModelSource(ABC):
-    """Builds and initializes one model for the engine, and derives its random keys; implemented for
-    the GPT and for custom models."""
+    """Base class of what builds and initializes the model of a run, one slice for each pipeline
+    stage, and derives its random keys. There is one for the built-in GPT and one for custom
+    models."""
 
     draws_from_generator = False
     """Whether a forward pass may draw from PyTorch's generator, which is then seeded for each

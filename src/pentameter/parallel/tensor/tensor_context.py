@@ -35,9 +35,9 @@ module and its Operation in the plan."""
 
 
 class TensorContext(ABC):
-    """Base class for a tensor mode on one rank: the model's sharding, the rank's coordinates and
-    groups, the run's dtypes and matmul, and the forward of each kind of module on this rank's
-    shards. A subclass is one mode."""
+    """Base class for a tensor-parallel mode on one rank: how the model is sharded, the rank's
+    coordinates and groups, the run's dtypes and matmul, and the forward of each kind of module on
+    this rank's shards. Each subclass is one mode."""
 
     styles: Mapping[Role, Style]
     """Maps an operation's role (`column_parallel`, `norm`, …) to its Style; modules with other
@@ -80,14 +80,15 @@ class TensorContext(ABC):
         operations that the slice computes, in order."""
 
     def widest(self, n: int) -> int:
-        """Return the largest shard's size, over all ranks, when the dimension `columns` shards n
-        vocabulary rows or channels."""
+        """Return the size of the largest shard, over all ranks, when n vocabulary rows or channels
+        are sharded along the mesh dimension `columns`."""
         return self.sharding.local_shape((n,), ("vocab",))[0]
 
     @abstractmethod
     def vector(self, vector: Tensor | None) -> Tensor | None:
-        """Return this rank's elements of a vector (N,) that belongs to column-parallel outputs,
-        such as a bias, given the full DTensor; None for None. Collective in mode 3d."""
+        """Return this rank's elements of a vector (N,), such as a bias, that belongs to the outputs
+        of a column-parallel matrix. `vector` is the full DTensor; for None, return None. Collective
+        in mode 3d."""
 
     @abstractmethod
     def columns_matmul(self, weight: Tensor) -> Matmul | Any:
@@ -96,8 +97,8 @@ class TensorContext(ABC):
 
     @abstractmethod
     def head_input(self, x: Tensor) -> Tensor:
-        """Return the head's input, in the matmul dtype and in sequence order, given the local
-        residual stream x (B, T, D)."""
+        """Return the input of the output head, in the dtype of matmuls and with tokens in the order
+        of the sequence, given this rank's shard of the residual stream, x (B, T, D)."""
 
     @abstractmethod
     def loss_inputs(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

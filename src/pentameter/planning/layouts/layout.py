@@ -204,9 +204,10 @@ class Layout:
         return range(first, first + n_rows)
 
     def attention_rows(self, rank: int, batch_size: int) -> range:
-        """Return the batch rows that a rank has between a layer's two matmuls. They are the same as
-        `rows` except in mode 3d, where they are the residual stream's rows on the rank with `depth`
-        and `tensor` coordinates swapped."""
+        """Return the batch rows that a rank computes between a layer's two matmuls, in attention
+        for example, as indices into the global batch of `batch_size` rows. They equal `rows`,
+        except in tensor mode 3d, where matmuls move rows between ranks: there they are the rows of
+        the rank with `depth` and `tensor` coordinates swapped."""
         if not self.is_3d:
             return self.rows(rank, batch_size)
         coordinates = self.coordinates(rank)

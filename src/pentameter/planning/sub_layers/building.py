@@ -215,8 +215,9 @@ class OperationList:
         return ActivationTensor(name, shape, (tokens, axis), dtype)
 
     def parameters(self, name: str, weight: str | None = None) -> tuple[ParameterSpec, ...]:
-        """Return the specs that exist for a module: `name`.weight and `name`.bias. With `weight`,
-        the name of another module, the weight is that module's."""
+        """Return the ParameterSpecs of the module called `name`: of its weight and its bias, as far
+        as it has them. With `weight`, another module's name, the weight is taken from that module,
+        as for a tied head."""
         names = (f"{weight or name}.weight", f"{name}.bias")
         return tuple(self.specs[each] for each in names if each in self.specs)
 

@@ -148,8 +148,8 @@ def _loss(run: Run, key: str, unknown: float = math.nan) -> float:
 
 
 def _repeats(ranked: Sequence[Run], key: str) -> list[Repeats]:
-    """Group finished runs that differ only in their seed; every other run is a group by itself.
-    key: the loss's field in `Results`."""
+    """Group the runs in `ranked`: finished runs that differ only in their seed form a group, every
+    other run is a group by itself. `key` is the field of `Results` with the loss to average."""
     groups: dict[str, dict[str, Run]] = {}
     for index, run in enumerate(ranked):
         same, seed = _training(run) + run.results.began, str(run.settings.get("seed"))

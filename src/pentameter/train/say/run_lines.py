@@ -82,14 +82,16 @@ class RunLines:
         run.console.status(columns, self._losses.line())
 
     def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:
-        """Print a warning, once, if experts of a layer have been idle for long; no line else."""
+        """Print a warning, once in a run, if experts of a layer have been idle for long. Otherwise
+        print nothing."""
         if idle := self._idle.first_found(metrics):
             run.console.say(
                 f"warning: {_idle_words(metrics, idle, run.config.model.router.balance)}"
             )
 
     def on_ranks(self, run: TrainingRun, metrics: RankMetrics) -> None:
-        """Print a warning if a rank has been slower than the others for long; no line else."""
+        """Print a warning if a rank has been slower than the others for long. Otherwise print
+        nothing."""
         if (warning := self._slow.warning(metrics)) is not None:
             run.console.say(f"warning: {warning}")
 
