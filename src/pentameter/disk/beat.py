@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class Beat:
-    """Background thread that calls `turn` again and again, with a pause of `seconds` before each
-    call, until `turn` returns False or this object is closed. It is a daemon: it keeps no process
-    alive."""
+    """Background thread that repeats a call: it calls `turn` again and again, with a pause of
+    `seconds` before each call, until `turn` returns False or this object is closed. It is a daemon:
+    it keeps no process alive."""
 
     def __init__(self, turn: Callable[[], bool | None], seconds: float) -> None:
         self._turn, self._seconds = turn, seconds

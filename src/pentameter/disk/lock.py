@@ -99,12 +99,13 @@ class Fence:
 
 
 class RunLock:
-    """Context manager that owns the folder containing `path` (`…/run.lock`); creates the folder.
+    """Context manager that makes this process the owner of the folder that contains `path`
+    (`…/run.lock`); creates the folder.
 
-    Entering raises RunFolderInUseError, naming the owner, if another process holds it. A dead
+    Entering raises RunFolderInUseError, naming the owner, if another process holds the lock. A dead
     owner's lock is taken over: at once if the owner was on this machine, after `stale_seconds`
-    without a beat if it was on another. A thread raises the counter in the file (the beat) every
-    `beat_seconds`, until the context ends or another process has taken over.
+    without a sign of life if it was on another. The sign of life is a counter in the file, which a
+    thread raises every `beat_seconds` until the context ends or another process has taken over.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class RunLock:
         return Fence(self.path, self._owner)
 
     def acquire(self) -> None:
-        """Take the lock and start its beat. Raises RunFolderInUseError if another process holds it,
+        """Take the lock, and start the thread that raises the counter in its file, by which others
+        see that this process lives. Raises RunFolderInUseError if another process holds the lock,
         StorageError if the file cannot be written."""
         if self._owner is not None:
             raise RuntimeError(f"{self.path} is already held by this object")

@@ -82,8 +82,8 @@ class PreciseSums(Matmul):
 
     @torch.compiler.disable  # within compiled code the sum would be made beside the total
     def differentiate(self, g: Tensor, x: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
-        """Return the gradient for x (R, K), and add the weight's to `weight_grad` (N, K) in place,
-        given the gradient g (R, N) of x · weightᵀ."""
+        """Return the gradient for x (R, K), and add the weight's gradient to `weight_grad` (N, K)
+        in place, in fp32 and in one matmul, given the gradient g (R, N) of x · weightᵀ."""
         if weight_grad.dtype == x.dtype:
             return super().differentiate(g, x, weight, weight_grad)
         torch.addmm(weight_grad, g.t(), x, out_dtype=weight_grad.dtype, out=weight_grad)

@@ -229,8 +229,8 @@ def _strips(
 
 
 def _same_rows(spec: ParameterSpec, name: str) -> Strip:
-    """Return the Strip for a parameter that consists of the same rows as the family's tensor
-    `name`, in the same order."""
+    """Return the Strip for the simplest case: the parameter `spec` here and the tensor `name` of
+    the Hugging Face family have the same rows, all of them, in the same order."""
     rows = range(spec.shape[0])
     return Strip(spec.name, rows, name, rows)
 

@@ -210,9 +210,14 @@ def _common(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _has_changed(value: Any, before: _Noted | None, packer: Packer, where: str) -> bool:
-    """Return True if the value at `where` must be saved: it holds tensors, or differs from what it
-    was at the construction (`before`; None if it did not exist). An object of an unknown class is
-    never saved."""
+    """Return True if a value that a custom optimizer keeps must be saved: it holds tensors, or
+    differs from what it was when the optimizer was constructed. False for an object of a class that
+    cannot be packed.
+
+    before: the value then; None if it did not exist.
+    packer: turns the value into packed form, to compare.
+    where: the value's place in the optimizer, for messages.
+    """
     alone = Packer(packer.whose, packer.held)
     tree = alone.pack(value, where)
     if is_helper(tree):

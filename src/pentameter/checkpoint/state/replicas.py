@@ -62,9 +62,9 @@ def differing_replicas(
 def _hash_of_sets(
     ranks_of: Mapping[Region, Ranks], hashes: Mapping[Region, int]
 ) -> dict[Ranks, bytes]:
-    """Return, for each set of several ranks that hold the same regions, a hash (8 bytes) over all
-    regions that exactly these ranks hold. `ranks_of` maps a region to its ranks, `hashes` to the
-    hash of its content."""
+    """Return one hash (8 bytes) for each set of several ranks that hold replicas of the same
+    regions: a hash over the contents of all regions that exactly these ranks hold. `ranks_of` maps
+    each region of this rank to the ranks that hold it, `hashes` to the hash of its content."""
     content: dict[Ranks, list[tuple[str, int]]] = {}
     for region, ranks in ranks_of.items():
         if len(ranks) > 1:

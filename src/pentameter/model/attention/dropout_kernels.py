@@ -455,9 +455,10 @@ dropped_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 class KernelAttention(DotProductAttention):
-    """The DotProductAttention whose dropout is computed by the Triton kernels: the same weights are
-    dropped as where they are stored, and results are equal up to rounding. The kernels support
-    neither sinks nor queries after cached keys; such calls store the weights."""
+    """Attention whose dropout is applied inside Triton kernels, so that the attention weights are
+    never stored; a DotProductAttention. It drops the same weights as the one that stores them, and
+    its results are equal up to rounding. The kernels support neither sinks nor a key-value cache;
+    calls with these store the weights."""
 
     equal_widths = True
 

@@ -71,8 +71,9 @@ def obstacle_of(trial: Callable[[], str | None]) -> str | None:
 
 
 def sums_obstacle(products: torch.dtype, device: torch.device) -> str | None:
-    """Try the weight gradient that a matmul adds up in fp32, with inputs in `products`. Return a
-    phrase that says by how much it differs from fp64; None if it does not."""
+    """Try, on `device`, a matmul that adds its product of 16-bit matrices (dtype `products`) to an
+    fp32 one, as `PreciseSums` computes a weight's gradient. Return a phrase that says how far the
+    result is from one in fp64; None if it is right."""
     g, x = (_drawn(name, ROWS, K).to(device, products) for name, K in (("g", 320), ("x", 96)))
     weight = _drawn("weight", 320, 96).to(device, products)
     total = _drawn("total", 320, 96).to(device)
@@ -86,9 +87,13 @@ def sums_obstacle(products: torch.dtype, device: torch.device) -> str | None:
 def loss_obstacle(
     products: torch.dtype, device: torch.device, padded: int, vocab_size: int, softcap: float | None
 ) -> str | None:
-    """Try the loss in one kernel for logits in `products` of this many `padded` columns, of which
-    `vocab_size` are tokens. Return a phrase that says by how much it differs from the plain form in
-    fp64; None if it does not."""
+    """Try, on `device`, the kernel that computes loss and gradient in one pass, on logits in
+    `products`. Return a phrase that says how far its results are from the plain form's in fp64;
+    None if they are right.
+
+    padded: columns of the logits, of which the first `vocab_size` are tokens.
+    softcap: bound on the logits; None for none.
+    """
     logits = (4 * _drawn("logits", ROWS, padded)).to(device, products)
     bias = _drawn("bias", 1, padded).to(device)[0]
     index = torch.arange(ROWS, dtype=torch.int32)
@@ -107,8 +112,9 @@ def loss_obstacle(
 def _difference(
     what: str, found: Tensor, expected: Tensor, bound: float, least: float
 ) -> str | None:
-    """Return a phrase if a number of `found` differs from that of `expected`, in fp64, by more than
-    `bound` of its size, which counts as `least` at least; None if none does."""
+    """Compare `found` with `expected`, which is in fp64, number by number. Return a phrase,
+    beginning with `what`, if one differs by more than `bound` times its size; a size below `least`
+    counts as `least`. None if none does."""
     off = ((found.double() - expected).abs() / expected.abs().clamp_min(least)).max().item()
     return None if off <= bound else f"{what} is off by {off:.1e}, more than {bound:.1e}"
 
@@ -121,7 +127,7 @@ def _drawn(name: str, n_rows: int, n_columns: int) -> Tensor:
 
 
 def _one_pass() -> RowLoss:
-    """Import Triton, and return the loss in one kernel."""
+    """Return the function that computes loss and gradient in one Triton kernel. Imports Triton."""
     from pentameter.model.gpu.loss_kernel import one_pass_row_loss
 
     return one_pass_row_loss

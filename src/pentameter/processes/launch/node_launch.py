@@ -263,9 +263,13 @@ def _print(words: str) -> None:
 
 
 def _holder_at_work(now: Attempt, silent_hosts: set[str], run_folder: Path) -> Owner | None:
-    """Return the process that holds the run folder's lock and still trains, although no launcher of
-    the attempt `now` answers; None if there is none. Such a launcher is frozen, and will take in
-    other nodes when it goes on. silent_hosts: machines whose launcher may be frozen."""
+    """Look for a launcher that seems dead because it is frozen (suspended, for example), while its
+    processes still train. Return the process that holds the run folder's lock and trains, although
+    no launcher of the attempt `now` answers; None if there is none. It is better to wait for such a
+    run than to begin another attempt: its launcher will take in other nodes when it goes on.
+
+    silent_hosts: names of the machines whose launcher may be frozen.
+    """
     if now.state not in ("running", "stopping"):
         return None
     owner = owner_of(run_folder / "run.lock")
