@@ -37,6 +37,7 @@ ITEMS = {  # item → (module, most seconds, measures)
     "equal": ("gpu_day_right", 120, False),
     "compiled": ("gpu_day_right", 120, False),
     "compiler": ("gpu_day_compiler", 100, False),
+    "graphs": ("gpu_day_graphs", 75, False),
     "syncs": ("gpu_day_right", 90, False),
     "nccl": ("gpu_day_right", 140, False),
     "grid": ("gpu_day_right", 110, False),
