@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,14 +139,12 @@ def of_run(tell: Tell, device: torch.device, folder: Path) -> None:
 
 
 def of_speak(tell: Tell, device: torch.device, folder: Path) -> None:
-    """Tell whether texts are those of the CPU in fp32, and tokens a second of sampling and of the
-    server's passes, with the shapes that give equal bits."""
+    """Tell how far logits and texts are from the CPU's, and how fast the device speaks."""
     import numpy as np
 
     from pentameter.config.schema import ModelConfig
-    from pentameter.generation.loop import Generation, sampled_tokens
+    from pentameter.generation import loop
     from pentameter.model.gpt import build_model
-    from pentameter.serve.passes import Slots
 
     big = {"n_layers": 12, "d_model": 768, "context_length": 1024, "vocab_size": 50304}
     gpt2 = {**big, "attention": {"n_heads": 12}}
@@ -154,47 +154,94 @@ def of_speak(tell: Tell, device: torch.device, folder: Path) -> None:
         cases.append(("gpt2", gpt2))
     for name, keys in cases:
         config = ModelConfig(**keys)
-        texts = {}
-        for where in ("cpu", device.type):
-            model = build_model(config, 0, device=torch.device(where)).eval()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(6.0)  # so that the likeliest tokens are far apart and differ
-            tokens = sampled_tokens(
-                model, prompt, keys["vocab_size"], Generation(temperature=0.0, max_new_tokens=48)
-            )
-            texts[where] = [int(each[0]) for each in tokens]
-        tell(texts=name, equal=texts["cpu"] == texts[device.type], of_tokens=len(set(texts["cpu"])))
+        model = build_model(config, 0).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(6.0)  # so that the likeliest tokens are far apart and differ
+        settings = loop.Generation(temperature=0.0, max_new_tokens=48)
+        texts, logits = {}, {}
+        for where, place in (("cpu", torch.device("cpu")), ("device", device)):
+            found = loop.sampled_tokens(model.to(place), prompt, config.vocab_size, settings)
+            texts[where] = np.array([*prompt, *(int(each[0]) for each in found)])
+            with torch.inference_mode():
+                seen = torch.from_numpy(texts["cpu"])[None].to(place)
+                logits[where] = model(seen)[0].cpu().double()
+        with torch.inference_mode():  # the device's own widths aside, the CPU is right in fp64
+            exact = model.to(torch.device("cpu")).double()(torch.from_numpy(texts["cpu"])[None])[0]
+        off = {where: float((each - exact).abs().max()) for where, each in logits.items()}
+        differing = np.flatnonzero(texts["cpu"] != texts["device"])
+        gap = None
+        if len(differing):  # the first token that differs was chosen after the one before it
+            best = exact[differing[0] - 1].topk(2).values
+            gap = float(best[0] - best[1])
+        tell(
+            texts=name,
+            logits_off=off,
+            largest_logit=float(exact.abs().max()),
+            ok=off["device"] <= 8 * off["cpu"] + 1e-6 and (gap is None or gap < 8 * off["cpu"]),
+            first_difference=int(differing[0]) if len(differing) else None,
+            gap_there=gap,
+            of_tokens=len(set(texts["cpu"].tolist())),
+        )
+    of_speed(tell, device, config, prompt)
+
+
+def of_speed(tell: Tell, device: torch.device, config: Any, prompt: Any) -> None:
+    """Tell tokens a second of sampling and of the server's passes, step by step and, on a GPU,
+    replayed, with the shapes that give equal bits."""
+    import numpy as np
+
+    from pentameter.generation import loop
+    from pentameter.model.gpt import build_model
+    from pentameter.serve.passes import Slots
+
+    replays, on_gpu = loop.can_be_captured, device.type == "cuda"
+    n_first, n_timed = (20, 60) if on_gpu else (2, 6)
+    cases = list(itertools.product((1, 16), (False, True) if on_gpu else (False,)))
     for dtype in (torch.float32, torch.bfloat16):
         model = build_model(config, 0, device=device).eval().to(dtype)
-        for n in (1, 16):
-            settings = Generation(temperature=0.0, max_new_tokens=100, num_samples=n)
-            found = sampled_tokens(model, prompt, config.vocab_size, settings)
-            for _ in range(20):
-                next(found)
-            start = time.perf_counter()
-            n_found = sum(1 for _ in found)
+        chosen = {}
+        for n, is_replayed in cases:
+            loop.can_be_captured = replays if is_replayed else lambda *_: False
+            settings = loop.Generation(temperature=0.0, num_samples=n)
+            found = loop.sampled_tokens(model, prompt, config.vocab_size, settings)
+            with warnings.catch_warnings(record=True) as warned:
+                start = time.perf_counter()
+                tokens = [next(found) for _ in range(n_first)]
+                first = time.perf_counter()
+                tokens += itertools.islice(found, n_timed)
+            rate = n_timed * n / (time.perf_counter() - first)
+            chosen[is_replayed] = np.stack(tokens)
             tell(
                 sampled=str(dtype),
                 texts=n,
-                tokens_per_second=n * n_found / (time.perf_counter() - start),
+                replayed=is_replayed,
+                first_tokens_seconds=first - start,
+                tokens_per_second=rate,
+                same_as_steps=float((chosen[is_replayed] == chosen[False]).mean()),
+                warned=[str(each.message) for each in warned],
             )
+        loop.can_be_captured = replays
         slots = Slots(model, config.vocab_size, 16)
         start = time.perf_counter()
         shapes = slots.find_shapes()
         found_in = time.perf_counter() - start
-        for n in (1, 16):
-            slots.write(dict.fromkeys(range(n), (5, 10)))
-            start = time.perf_counter()
-            for position in range(11, 61):
-                slots.write(dict.fromkeys(range(n), (5, position)))
-            rate = 50 * n / (time.perf_counter() - start)
+        replay_on = slots._steps.is_on
+        for n, is_replayed in cases:
+            slots._steps.is_on = replay_on and is_replayed
+            with warnings.catch_warnings(record=True) as warned:
+                slots.write(dict.fromkeys(range(n), (5, 10)))
+                start = time.perf_counter()
+                for position in range(11, 11 + n_timed):
+                    slots.write(dict.fromkeys(range(n), (5, position)))
             tell(
                 served=str(dtype),
                 texts=n,
-                tokens_per_second=rate,
+                replayed=is_replayed,
+                tokens_per_second=n_timed * n / (time.perf_counter() - start),
                 shapes=str(shapes),
                 found_in=found_in,
+                warned=[str(each.message) for each in warned],
             )
 
 
