@@ -62,8 +62,8 @@ def url_within(url: str, path: str) -> str | None:
 
 
 def _is_container(parts: SplitResult) -> bool:
-    """Return whether the part before `@` in a URL is a container's name, as in Azure's, and no
-    user's."""
+    """Return whether the part before `@` in a URL is the name of an Azure container, which may be
+    shown, rather than a user's name and password."""
     user, _, _ = parts.netloc.rpartition("@")
     return parts.scheme.lower() in _AZURE and re.fullmatch(r"[\w$-]+", user) is not None
 

@@ -73,8 +73,8 @@ class Attempts:
                 self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Have no request made or repeated from now on, whatever the limit: nobody waits for the
-        result."""
+        """Make the requesting thread give up: it starts no further request and repeats none. For
+        callers that need the result no longer."""
         with self._changed:
             self.is_abandoned = True
             self._changed.notify_all()

@@ -302,8 +302,9 @@ class _Window:
 
     @torch.inference_mode()
     def _captured(self, tokens: Tokens) -> Floats:
-        """Return logits (B, V) after one more token per sample, `tokens` (B,), from a step that is
-        recorded once for each number of keys that it reads."""
+        """Return logits (B, V) after one more token per sample, `tokens` (B,). The step runs as a
+        CUDA graph, which reads a fixed number of keys, a power of two or the context length; each
+        is recorded when it is first needed."""
         cache = self._cache
         n_keys = min(self._context_length, max(_LEAST_KEYS, 1 << cache.length.bit_length()))
         inputs = torch.tensor([*tokens.tolist(), cache.length])

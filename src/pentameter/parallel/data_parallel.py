@@ -89,7 +89,7 @@ def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan:
 def _dimensions(
     module: StageModule, plan: Plan, field: Callable[[Placement], tuple[str, ...]]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Map each parameter in the slice to a tuple of mesh dimensions: the one that `field` returns
+    """Map each parameter of `module` to a tuple of mesh dimensions: the one that `field` returns
     for the parameter's Placement in the plan."""
     return {each: field(plan.placements[name]) for name, each in module.model.named_parameters()}
 

@@ -153,7 +153,8 @@ class Plan:
 
     @property
     def rules(self) -> LayoutRules:
-        """The layout's rules for reducing gradients and for keeping all-gathered weights."""
+        """The rules that follow from the layout: when gradients are reduced over ranks, and how
+        long weights gathered from ranks are kept."""
         return LayoutRules(self.layout)
 
     @property

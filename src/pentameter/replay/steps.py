@@ -64,8 +64,8 @@ class WeightsCompared:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Result of a replay: the numbers of each step, and the comparison of the weights at the end
-    with the run's; None if the run did not save them."""
+    """Result of a replay. `numbers`: step → the numbers computed again. `weights`: how the weights
+    at the end compare with those that the run saved; None if it saved none there."""
 
     numbers: Mapping[int, StepNumbers]
     weights: WeightsCompared | None

@@ -92,11 +92,12 @@ class _Memory:
 
 @dataclass(eq=False)
 class _Pass:
-    """The cache object that the model's layers use during one pass: it writes the pass's tokens to
-    slots and reads from them.
+    """The cache object that the model's layers use during one forward pass: it writes the keys and
+    values of the pass's tokens to slots, and reads earlier ones from them.
 
-    A pass is of one of two kinds. A piece has T tokens of one text (`first` is given); otherwise it
-    has one token for each of B slots (`write_at` is given, T = B)."""
+    A pass computes either T tokens of one text (a piece of its prompt; `first` is the position of
+    the first of them) or one token for each of B slots (`write_at` has their positions; T = B).
+    """
 
     memory: _Memory
     slots: slice

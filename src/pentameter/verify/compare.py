@@ -276,9 +276,9 @@ def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
 def _scalars(
     kind: Kind, step: int, values: Sequence[float | Float64 | None]
 ) -> Iterator[Difference]:
-    """Yield the Difference of each rank from the one process in one number, or one array without a
-    name, of the given `kind` in step `step`. `values` has the one process's value first, then each
-    rank's."""
+    """Compare one number (or one array without a name) of step `step` between a one-process run and
+    each rank of a parallel one; yield a Difference for each rank. `values` has the one process's
+    value first, then each rank's, None where it is missing."""
     true, *of_ranks = values
     assert true is not None
     for rank, value in enumerate(of_ranks):

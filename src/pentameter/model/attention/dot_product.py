@@ -71,8 +71,9 @@ class DotProductAttention:
         return _attend(q, k, v, how) if how.dropout is None else self.dropping(q, k, v, how)
 
     def dropping(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
-        """Return the result of a call whose `how.dropout` is not None: (B, H, Q, K), for q
-        (B, H, Q, K), k and v (B, G, S, K)."""
+        """Return attention with dropout, (B, H, Q, K), for q (B, H, Q, K), k and v (B, G, S, K).
+        Called instead of the fused operations when `how.dropout` is not None; a subclass may
+        override it. Here the attention weights are stored."""
         return attend_explicitly(q, k, v, how)
 
 

@@ -135,8 +135,9 @@ def spelled(ranks: Sequence[int]) -> str:
 
 
 def at_least_one_of(ranks: Sequence[int]) -> str:
-    """Return a phrase that names `ranks` as suspects: "at least one of ranks …". Not all of them
-    need be lost, as one lost rank may keep others from answering."""
+    """Return a phrase that names `ranks` as suspects: "at least one of ranks …", or the rank itself
+    if there is only one. Not all of them need be lost, as one lost rank may keep others from
+    answering."""
     return spelled(ranks) if len(ranks) == 1 else f"at least one of {spelled(ranks)}"
 
 

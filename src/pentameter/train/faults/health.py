@@ -89,8 +89,9 @@ def _outliers(hosts: Sequence[str], every: Sequence[Health]) -> Iterator[str]:
 def _slow(
     hosts: Sequence[str], times: Sequence[float], verb: str, shown: Callable[[float], str]
 ) -> Iterator[str]:
-    """Yield a sentence for each rank whose time is OUTLIER times the median of the others' or
-    longer; `shown` formats a time."""
+    """Yield a sentence for each slow rank: its time is at least OUTLIER times the median of the
+    other ranks' times. Lists have one entry per rank; `verb` follows the rank's name in the
+    sentence, and `shown` formats a time."""
     for rank, time in enumerate(times):
         others = median([*times[:rank], *times[rank + 1 :]])
         if time >= OUTLIER * others:
