@@ -18,6 +18,7 @@ from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.batches.step import Batch
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.experts import Experts
+from pentameter.model.gpu.forms import GpuForms
 from pentameter.model.grouped_matmul import at_once_disagreement, at_once_obstacle, groups_of
 from pentameter.model.matmul import PLAIN
 from pentameter.model.positions import Positions
@@ -253,7 +254,9 @@ def _steps(
 ) -> tuple[list[tuple[float, float]], dict[str, Any]]:
     """Return (loss, norm) of n steps, and facts of the last."""
     tokens = np.random.default_rng(0).integers(0, 102, (16, 129))
-    engine = assemble(plan, device, "bf16", compiled=compiled, experts_at_once=at_once)
+    engine = assemble(
+        plan, device, "bf16", compiled=compiled, forms=GpuForms(experts_at_once=at_once)
+    )
     (module,) = engine.stage_modules
     batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), engine.rows)
     found, seconds = [], []

@@ -34,11 +34,11 @@ from gpu_day_cases import (
     steps,
     worst,
 )
-from gpu_sides import chosen
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model import loss
 from pentameter.processes.group.join import joined_world
 from pentameter.processes.group.rank import find_rank
+from pentameter.train.compute import choose_compute
 
 Tell = Callable[..., None]
 CPU = torch.device("cpu")
@@ -113,9 +113,9 @@ def of_equal(tell: Tell, device: torch.device, folder: Path) -> None:
                 row["fp64"] = worst(steps(plan, device, "fp64"), right)
             row["bf16"] = worst(steps(plan, device, "bf16"), right)
             row["bf16 of the CPU"] = worst(steps(plan, CPU, "bf16"), right)
-            how = chosen(plan)
-            row["as a run takes it"] = worst(steps(plan, device, "bf16", **how), right)
-            row["forms"] = str({key: str(value) for key, value in how.items()})
+            forms = choose_compute(plan).forms
+            row["as a run takes it"] = worst(steps(plan, device, "bf16", forms=forms), right)
+            row["forms"] = str(forms)
         except Exception as error:
             row["error"] = said(error)
             traceback.print_exc()
@@ -131,7 +131,7 @@ def of_compiled(tell: Tell, device: torch.device, folder: Path) -> None:
         row: dict[str, Any] = {"model": name}
         try:
             plan = plan_of(MODELS[name])
-            how = {**chosen(plan), "compiled": True, "n": 5}
+            how = {"forms": choose_compute(plan).forms, "compiled": True, "n": 5}
             right = steps(plan, CPU, "fp64", n=5)
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
@@ -158,10 +158,10 @@ def of_syncs(tell: Tell, device: torch.device, folder: Path) -> None:
     for name, sections in MODELS.items():
         try:
             plan = plan_of(sections)
-            how = chosen(plan)
+            forms = choose_compute(plan).forms
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                steps(plan, device, "bf16", n=2, late=True, begin=watch, **how)
+                steps(plan, device, "bf16", n=2, late=True, begin=watch, forms=forms)
                 torch.cuda.set_sync_debug_mode("default")
             waits = [each for each in seen if "synchroniz" in str(each.message)]
             at = Counter(f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in waits)

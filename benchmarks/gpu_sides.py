@@ -6,8 +6,6 @@ time of a step do not depend on what the tokens say.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch import Tensor
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.keyed import bits, make_key
+from pentameter.model.gpu.forms import PLAIN_FORMS
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
@@ -43,20 +42,13 @@ def random_batches(plan: Plan) -> TrainingBatches:
     )
 
 
-def chosen(plan: Plan) -> dict[str, Any]:
-    """The arguments of `assemble` with which a run of `plan` computes on this machine."""
-    compute = choose_compute(plan)
-    names = ("drops_by_blocks", "experts_at_once", "forms")
-    return {name: getattr(compute, name) for name in names}
-
-
 class Ours:
     """Steps as `train/trainer.py` makes them, from the batch to the zeroed gradients."""
 
     def __init__(self, plan: Plan, device: torch.device, precision: str, *, compiled: bool) -> None:
         self.plan, self.precision = plan, precision
-        how = chosen(plan) if device.type == "cuda" else {}
-        self.engine = assemble(plan, device, precision, compiled=compiled, **how)
+        forms = choose_compute(plan).forms if device.type == "cuda" else PLAIN_FORMS
+        self.engine = assemble(plan, device, precision, compiled=compiled, forms=forms)
         self.optimizer = build_optimizer(
             self.engine.named_parameters(), plan.table, plan.config.optimizer
         )

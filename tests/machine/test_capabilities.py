@@ -12,6 +12,7 @@ from pentameter.errors import ConfigError
 from pentameter.machine import capabilities as machine
 from pentameter.machine.capabilities import has_kernels, held_by_others, machine_capabilities
 from pentameter.machine.choices import choose_device, choose_precision, emulates
+from pentameter.model.gpu.forms import PLAIN_FORMS
 from pentameter.report.text.doctor import examine, machine_rows
 from pentameter.train.say.start_warnings import compute_warnings
 
@@ -142,7 +143,7 @@ def test_what_is_left_out_is_said_where_a_model_runs(pretend, monkeypatch, capsy
     assert capsys.readouterr().err.startswith("pentameter: P100 (sm_60) is left out, as this torch")
     assert device_for_verb("cpu") == CPU
     assert capsys.readouterr().err == ""
-    computed = SimpleNamespace(gpu_obstacle=here.gpu_obstacle, dropout_obstacle=None, measured=None)
+    computed = SimpleNamespace(gpu_obstacle=here.gpu_obstacle, forms=PLAIN_FORMS, measured=None)
     world = SimpleNamespace(broadcast=lambda value: value)
     assert compute_warnings(None, computed, world) == [here.gpu_obstacle]
 

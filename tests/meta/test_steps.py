@@ -181,7 +181,7 @@ def test_experts_multiplied_at_once_wait_nowhere(monkeypatch, recomputed):
     for room in ("experts", "matmul"):  # meta has no autocast, which says so
         monkeypatch.setattr(f"pentameter.model.{room}.matmul_dtype", lambda x: torch.bfloat16)
     settings = {**EXPERTS, "train.precision": "bf16", "train.activation_checkpoint": recomputed}
-    assert run_step(config_of(settings), experts_at_once=True) == {}
+    assert run_step(config_of(settings), forms=GpuForms(experts_at_once=True)) == {}
 
 
 def test_a_loss_in_chunks_waits_nowhere(monkeypatch):

@@ -1,5 +1,7 @@
 """What the engine says it does is what the Engine does."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from pentameter.model.experts import Experts
 from pentameter.model.gpu.forms import PLAIN_FORMS, GpuForms
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.context import run_attention
+from pentameter.parallel.precision import set_matmul_precision
 from pentameter.planning.layouts.layout import Layout
 from pentameter.planning.layouts.layout_checks import uncompiled_blocks
 from pentameter.planning.plan import make_plan
@@ -176,29 +179,31 @@ def on_gpu(**model):
 def test_kernels_that_agree_drop_attention_weights(a_machine_with_a_gpu):
     chosen = choose_compute(on_gpu(attention_dropout=0.2))
     assert a_machine_with_a_gpu == [(0.2, torch.bfloat16, "cuda")]
-    assert chosen.drops_by_blocks
-    assert chosen.dropout_obstacle is None
-    assert not choose_compute(on_gpu()).drops_by_blocks  # which drops nothing
+    assert chosen.forms.drops_by_blocks
+    assert "drops_by_blocks" not in chosen.forms.obstacles
+    assert not choose_compute(on_gpu()).forms.drops_by_blocks  # which drops nothing
     assert len(a_machine_with_a_gpu) == 1
 
 
 def test_kernels_that_do_not_agree_are_left_with_the_reason(a_machine_with_a_gpu, monkeypatch):
     monkeypatch.setattr(compute, "kernel_obstacle", lambda *_: "their dq is off by 3.0e-01")
     chosen = choose_compute(on_gpu(attention_dropout=0.2))
-    assert not chosen.drops_by_blocks
-    assert chosen.dropout_obstacle == "their dq is off by 3.0e-01"
+    assert not chosen.forms.drops_by_blocks
+    assert chosen.forms.obstacles["drops_by_blocks"] == "their dq is off by 3.0e-01"
     chosen = choose_compute(on_gpu(attention_dropout=0.2, n_heads=1, d_model=256))
-    assert "heads of 256 channels" in chosen.dropout_obstacle
+    assert "heads of 256 channels" in chosen.forms.obstacles["drops_by_blocks"]
 
 
 def test_kernels_that_one_machine_cannot_use_none_uses(a_machine_with_a_gpu, monkeypatch):
     class Others(TwoMachines):
         def all_gather(self, value):
-            return [value, "no Triton there"] if value is None else [value, value]
+            if not isinstance(value, dict):
+                return [value, value]
+            return [value, {**value, "drops_by_blocks": "no Triton there"}]
 
     monkeypatch.setattr(compute, "local_device", lambda device, world: device)
     chosen = choose_compute(on_gpu(attention_dropout=0.2), Others(lacks_compiler=False))
-    assert chosen.dropout_obstacle == "no Triton there"
+    assert chosen.forms.obstacles["drops_by_blocks"] == "no Triton there"
 
 
 def test_an_engine_drops_in_kernels_where_it_is_told_to(monkeypatch):
@@ -211,7 +216,7 @@ def test_an_engine_drops_in_kernels_where_it_is_told_to(monkeypatch):
         return {block.attention.attend for block in engine.model.blocks.values()}
 
     assert attends_by() == {PLAIN_ATTENTION}
-    assert attends_by(drops_by_blocks=True) == {in_kernels}
+    assert attends_by(forms=GpuForms(drops_by_blocks=True)) == {in_kernels}
 
 
 def test_forms_that_agree_on_every_rank_are_taken(a_machine_with_a_gpu, monkeypatch):
@@ -232,13 +237,15 @@ def test_forms_that_agree_on_every_rank_are_taken(a_machine_with_a_gpu, monkeypa
     assert tried == [(torch.bfloat16, gpu), (torch.bfloat16, gpu, *sizes)]
     assert chosen.forms == GpuForms(precise_sums=True, one_pass_loss=True)
     assert chosen.environment()["gpu_forms"] == {
+        "drops_by_blocks": False,
+        "experts_at_once": False,
         "precise_sums": True,
         "one_pass_loss": True,
         "fused_ring": False,
     }
     chosen = choose_compute(on_gpu(), Others(lacks_compiler=False))
     assert chosen.forms == GpuForms(precise_sums=True)
-    assert chosen.form_obstacles == {"one_pass_loss": "the loss is off by 1.0e-01"}
+    assert chosen.forms.obstacles == {"one_pass_loss": "the loss is off by 1.0e-01"}
 
 
 @pytest.mark.parametrize("obstacle", [None, "their dq is off by 3.0e-01"])
@@ -256,7 +263,7 @@ def test_a_ring_of_gpus_runs_by_kernels_that_agree(a_machine_with_a_gpu, monkeyp
     chosen = choose_compute(ring)
     assert tried == [(torch.bfloat16, "cuda")]
     assert chosen.forms.fused_ring is (obstacle is None)
-    assert chosen.form_obstacles.get("fused_ring") == obstacle
+    assert chosen.forms.obstacles.get("fused_ring") == obstacle
     assert not choose_compute(on_gpu()).forms.fused_ring  # which has no ring
     assert len(tried) == 1
 
@@ -265,7 +272,7 @@ def test_what_a_gpu_lacks_leaves_the_plain_forms(a_machine_with_a_gpu):
     """Here it lacks everything: the machine has no GPU."""
     chosen = choose_compute(on_gpu())
     assert chosen.forms == PLAIN_FORMS
-    assert set(chosen.form_obstacles) == {"precise_sums", "one_pass_loss"}
+    assert set(chosen.forms.obstacles) == {"precise_sums", "one_pass_loss"}
 
 
 def test_widths_that_the_vector_kernels_do_not_take_are_named(a_machine_with_amx):
@@ -299,6 +306,14 @@ def test_matmul_precision(setting, precision, expected):
         torch.set_float32_matmul_precision(before)
 
 
+def test_the_compilers_advice_on_a_matmul_precision_is_not_shown():
+    """torch/_inductor/compile_fx.py gives it on any GPU with TF32 whose precision is `highest`."""
+    with warnings.catch_warnings(record=True) as shown:
+        set_matmul_precision(None, "fp32")
+        warnings.warn("TensorFloat32 tensor cores for float32 matrix …", stacklevel=1)
+    assert not shown
+
+
 @pytest.mark.parametrize(
     ("precision", "measured"),
     [("fp64", torch.float64), ("fp32", torch.float32), ("fp16", torch.float32)],
@@ -329,32 +344,30 @@ def experts_tried(a_machine_with_a_gpu, monkeypatch):
 def test_experts_that_agree_are_multiplied_at_once(experts_tried):
     chosen = choose_compute(on_gpu(**EXPERTS))
     assert experts_tried == [(4, 32, 16, torch.device("cuda"))]
-    assert chosen.experts_at_once
-    assert chosen.experts_obstacle is None
-    assert chosen.environment()["experts_at_once"] is True
+    assert chosen.forms.experts_at_once
+    assert chosen.environment()["gpu_forms"]["experts_at_once"] is True
     dense = choose_compute(on_gpu())
-    assert not dense.experts_at_once
+    assert not dense.forms.experts_at_once
     assert len(experts_tried) == 1
 
 
 def test_experts_that_cannot_be_multiplied_at_once_are_not_tried(experts_tried):
     chosen = choose_compute(on_gpu(**EXPERTS, bias=True))
-    assert not chosen.experts_at_once
-    assert chosen.experts_obstacle == "model.bias=true"
+    assert not chosen.forms.experts_at_once
+    assert chosen.forms.obstacles["experts_at_once"] == "model.bias=true"
     assert experts_tried == []
 
 
 def test_experts_that_do_not_agree_are_multiplied_one_after_another(experts_tried, monkeypatch):
     monkeypatch.setattr(compute, "at_once_disagreement", lambda *_: "their y is off by 3.0e-01")
     chosen = choose_compute(on_gpu(**EXPERTS))
-    assert not chosen.experts_at_once
-    assert chosen.experts_obstacle == "their y is off by 3.0e-01"
+    assert not chosen.forms.experts_at_once
+    assert chosen.forms.obstacles["experts_at_once"] == "their y is off by 3.0e-01"
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_engine_multiplies_experts_as_it_is_told(at_once):
-    engine = assemble(
-        plan(**EXPERTS), torch.device("cpu"), "bf16", compiled=False, experts_at_once=at_once
-    )
+    forms = GpuForms(experts_at_once=at_once)
+    engine = assemble(plan(**EXPERTS), torch.device("cpu"), "bf16", compiled=False, forms=forms)
     found = [each.at_once for each in engine.models[0].modules() if isinstance(each, Experts)]
     assert found == [at_once]

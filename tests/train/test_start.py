@@ -13,6 +13,7 @@ from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.fit import CONTEXT_BYTES
 from pentameter.estimating.bytes.plan_estimates import plan_memory
+from pentameter.model.gpu.forms import PLAIN_FORMS, GpuForms
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
 from pentameter.record.reading import read_run
@@ -92,7 +93,7 @@ def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkey
 
 
 def compute_on(device):
-    return SimpleNamespace(device=torch.device(device), precision=None, drops_by_blocks=False)
+    return SimpleNamespace(device=torch.device(device), precision=None, forms=PLAIN_FORMS)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -132,7 +133,7 @@ def test_what_other_programs_hold_is_not_there(monkeypatch, seconds):
         return 0 if seconds is not None and len(slept) >= seconds else int(1.5e9)
 
     monkeypatch.setattr(compute, "held_by_others", held)
-    chosen = SimpleNamespace(device=torch.device("cuda"), precision="bf16", drops_by_blocks=False)
+    chosen = SimpleNamespace(device=torch.device("cuda"), precision="bf16", forms=PLAIN_FORMS)
     if seconds is None:
         with pytest.raises(ConfigError, match=r"GB, as other programs hold 1\.5 GB of it; --train"):
             compute.check_device_memory(plan, chosen, local_size=1)
@@ -207,16 +208,19 @@ def plan_of_size(size, settings):
 def test_kernels_that_fail_their_check_are_warned_of(tmp_path, monkeypatch):
     def on_a_gpu(plan, world):
         found = choose_compute(plan, world)
-        return replace(found, dropout_obstacle="their dq is off by 3.0e-01")
+        forms = GpuForms(obstacles={"drops_by_blocks": "their dq is off by 3.0e-01"})
+        return replace(found, forms=forms)
 
     choose_compute = start.choose_compute
     monkeypatch.setattr(start, "choose_compute", on_a_gpu)
     (tmp_path / "text.txt").write_text("some text " * 20)
     said, _ = fit(tmp_path, {"path": str(tmp_path / "text.txt")})
-    (line,) = (line for line in said.splitlines() if "their dq is off" in line)
+    (line,) = (line for line in said.splitlines() if line.startswith("warning: model.attention"))
     assert line.startswith("warning: model.attention.dropout=0.0 writes attention's weights out")
+    assert "tried   no drops by blocks (their dq is off by 3.0e-01)" in said
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["fused_attention_dropout"] is False
+    assert environment["gpu_forms"]["drops_by_blocks"] == "their dq is off by 3.0e-01"
 
 
 def test_seen_and_loss_tokens_are_counted_apart(tmp_path):

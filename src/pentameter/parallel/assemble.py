@@ -36,8 +36,6 @@ def assemble(
     compiled: bool,
     world: World | None = None,
     source: ModelSource = BUILT_IN,
-    drops_by_blocks: bool = False,
-    experts_at_once: bool = False,
     forms: GpuForms = PLAIN_FORMS,
 ) -> Engine:
     """Build this rank's Engine for `plan` on `device`, with the initial weights that follow from
@@ -48,10 +46,7 @@ def assemble(
         `fused_cpu/` if they support the plan, and otherwise by `torch.compile`.
     world: this process's rank and the world's size; None for a single process.
     source: builds the model; by default the built-in GPT.
-    drops_by_blocks: apply attention dropout in GPU kernels.
-    experts_at_once: multiply all experts' rows in one operation.
-    forms: which operations use faster kernels. For these three, pass only what `choose_compute`
-        found to work.
+    forms: which operations use faster kernels; pass only what `choose_compute` found to work.
 
     Each pipeline stage is built on `meta`, sharded by tensor parallelism, then by data parallelism,
     and only then gets memory: no rank ever holds more than its own shard.
@@ -59,9 +54,7 @@ def assemble(
     world = world or World()
     set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(plan.layout, device.type, world)
-    computes_in = arithmetic(
-        precision, drops_by_blocks=drops_by_blocks, experts_at_once=experts_at_once, forms=forms
-    )
+    computes_in = arithmetic(precision, forms)
     n_stages = plan.layout.n_stages
     shards_messages = plan.sharding.shards_messages(plan.config.model.context_length)
     modules: dict[int, StageModule] = {}

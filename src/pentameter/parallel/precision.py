@@ -4,6 +4,7 @@ gradients representable."""
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -39,10 +40,6 @@ class Arithmetic:
     products: torch.dtype
     """Dtype of matmul inputs."""
     matmul: Matmul
-    drops_by_blocks: bool = False
-    """Whether GPU kernels drop attention weights, block by block, which are then never stored."""
-    experts_at_once: bool = False
-    """Whether bf16 matmuls of all experts run at once, without a wait of the host."""
     forms: GpuForms = PLAIN_FORMS
 
     @property
@@ -58,24 +55,14 @@ class Arithmetic:
         return torch.autocast(device.type, self.autocast_dtype)
 
 
-def arithmetic(
-    precision: str,
-    *,
-    drops_by_blocks: bool = False,
-    experts_at_once: bool = False,
-    forms: GpuForms = PLAIN_FORMS,
-) -> Arithmetic:
-    """Return the Arithmetic (dtypes, matmul and kernels) for a `train.precision`. Raises
-    ConfigError for an unknown one, and for `auto`, which must be resolved before.
-
-    drops_by_blocks: apply attention dropout in GPU kernels.
-    experts_at_once: multiply all experts' rows in one operation.
-    forms: which operations use faster kernels.
-    """
+def arithmetic(precision: str, forms: GpuForms = PLAIN_FORMS) -> Arithmetic:
+    """Return the Arithmetic (dtypes, matmul and kernels) for a `train.precision`, with the faster
+    kernels that `forms` names. Raises ConfigError for an unknown one, and for `auto`, which must be
+    resolved before."""
     numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
     weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
     matmul = forms.matmul(MATMULS[precision])
-    return Arithmetic(precision, weights, products, matmul, drops_by_blocks, experts_at_once, forms)
+    return Arithmetic(precision, weights, products, matmul, forms)
 
 
 def set_matmul_precision(
@@ -83,7 +70,8 @@ def set_matmul_precision(
 ) -> None:
     """Set torch's global fp32 matmul precision to `asked` (`train.matmul_precision`), or if None to
     the one that `precision` implies. Raises ConfigError for an unknown word, which torch would
-    accept."""
+    accept. The compiler's advice to allow TF32 is then silenced: this is where that is decided."""
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     match asked:
         case None:
             numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")

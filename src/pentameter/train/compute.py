@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -72,27 +72,15 @@ class Compute:
     depend on them, as they round differently."""
     n_threads: int
     """Threads per process for arithmetic on the CPU."""
-    drops_by_blocks: bool = False
-    """True if a GPU's attention kernels apply dropout, without materializing the attention weights.
-    """
-    dropout_obstacle: str | None = None
-    """The reason that a GPU with attention dropout must materialize the attention weights; None if
-    it need not."""
     measured: Ceiling | None = None
     """The measured matmul rate; None if a peak is published."""
     measure_again: Callable[[], Ceiling] | None = None
     """A function that measures the matmul rate once more, in this process alone, and returns the
     best so far; None if a peak is published."""
     forms: GpuForms = PLAIN_FORMS
-    """Faster forms of operations that a GPU's trials found right."""
-    form_obstacles: Mapping[str, str] = field(default_factory=dict)
-    """The reasons for which forms were left, by the forms' names."""
+    """Faster forms of operations that a GPU's trials found right, and why others were left."""
     gpu_obstacle: str | None = None
     """The reason that `train.device` = auto took the CPU of a machine with a GPU; else None."""
-    experts_at_once: bool = False
-    """True if a GPU multiplies the rows of all experts at once, without a wait of the host."""
-    experts_obstacle: str | None = None
-    """The reason that a GPU multiplies one expert's rows after another's; None if it need not."""
 
     def peak_memory_bytes(self) -> int:
         """Return the most memory, in bytes, that this process has held so far: GPU memory allocated
@@ -110,9 +98,8 @@ class Compute:
             "precision": self.precision,
             "compiled": self.compiled,
             "native_kernels": list(self.native_kernels),
-            "fused_attention_dropout": self.drops_by_blocks,
-            "experts_at_once": self.experts_at_once,
-            "gpu_forms": {**asdict(self.forms), **self.form_obstacles},
+            "fused_attention_dropout": self.forms.drops_by_blocks,
+            "gpu_forms": self.forms.facts(),
             "n_threads": self.n_threads,
             "ceiling_flops": self.ceiling_flops,
         }
@@ -141,9 +128,11 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     if compiled:
         compiled, compile_reason = min(world.all_gather(compilation()))
     native_kernels: tuple[native.Name, ...] = ()
-    on_gpu: dict[str, Any] = {}
+    forms = PLAIN_FORMS
+    if device.type != "cpu":  # before trials, and before measuring a GPU whose peak is not known
+        set_matmul_precision(train.matmul_precision, precision)
     if device.type == "cuda" and plan.built_by is None:
-        on_gpu = _choose_gpu_forms(plan, device, precision, capabilities, world)
+        forms = _try_forms(plan, device, precision, capabilities, world)
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
@@ -152,8 +141,6 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     if compiled and (exception := uncompiled_blocks(plan.config, plan.layout)) is not None:
         compile_reason += f"; {exception}"
     name = device_name(device, capabilities)
-    if device.type != "cpu":  # before measuring a GPU whose peak is not known
-        set_matmul_precision(train.matmul_precision, precision)
     multiplied = "fp32" if emulates(precision, device, capabilities) else precision
     peak = peak_flops(name, precision, train.matmul_precision)
     measured = measure_again = None
@@ -178,7 +165,7 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         gpu_obstacle=(
             capabilities.gpu_obstacle if train.device == "auto" and device.type == "cpu" else None
         ),
-        **on_gpu,
+        forms=forms,
     )
 
 
@@ -238,78 +225,42 @@ def _choose_kernels(
     return how, served
 
 
-def _choose_gpu_forms(
-    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
-) -> dict[str, Any]:
-    """Decide which operations of a GPT this GPU computes by faster kernels than PyTorch's plain
-    ones. Return the fields of a Compute that hold the choices, and the reasons where a faster
-    kernel is not used. Collective: all ranks use one, or none does."""
-    chosen: dict[str, Any] = {}
-    if plan.config.model.attention.dropout:
-        obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
-        chosen |= {"drops_by_blocks": obstacle is None, "dropout_obstacle": obstacle}
-    if plan.config.model.experts.count is not None:
-        obstacle = _experts_obstacle(plan, device, precision, capabilities, world)
-        chosen |= {"experts_at_once": obstacle is None, "experts_obstacle": obstacle}
-    forms, obstacles = _try_forms(plan, device, precision, world)
-    return {**chosen, "forms": forms, "form_obstacles": obstacles}
-
-
-def _dropout_obstacle(
-    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
-) -> str | None:
-    """Return the reason that this GPU's kernels cannot apply attention dropout, or None if they can
-    and gave the same results as attention with materialized weights. Collective: all ranks use the
-    kernels, or none does."""
-    model = plan.config.model
-    obstacle = dropout_kernel_obstacle(model, plan.layout, precision)
-    if obstacle is not None:
-        return obstacle
-    obstacle = chip_obstacle(capabilities.gpu(device))
-    if obstacle is None:
-        set_matmul_precision(plan.config.train.matmul_precision, precision)
-        obstacle = kernel_obstacle(model, arithmetic(precision).products, device)
-    return next((each for each in world.all_gather(obstacle) if each is not None), None)
-
-
-def _experts_obstacle(
-    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
-) -> str | None:
-    """Return the reason that this GPU cannot multiply the rows of all experts at once, or None if
-    it can and gave the same results as one expert after another. Collective: all ranks do, or
-    none."""
-    model, layout = plan.config.model, plan.layout
-    assert model.experts.count is not None
-    n_experts, width = model.experts.count // layout.expert, model.expert_width
-    width //= layout.expert_tensor
-    dtype, gpu = arithmetic(precision).products, capabilities.gpu(device)
-    obstacle = at_once_obstacle(model, n_experts, width, dtype, gpu)
-    if obstacle is None:
-        obstacle = at_once_disagreement(n_experts, model.d_model, width, device)
-    return next((each for each in world.all_gather(obstacle) if each is not None), None)
-
-
 def _try_forms(
-    plan: Plan, device: torch.device, precision: str, world: World
-) -> tuple[GpuForms, dict[str, str]]:
-    """Try each faster kernel that a step of a GPT could use on this GPU. Return (the kernels whose
-    results are right, name → reason for each that is not used). Collective: all ranks use one, or
-    none does."""
-    model, products = plan.config.model, arithmetic(precision).products
+    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
+) -> GpuForms:
+    """Try each faster kernel that a step of a GPT could use on this GPU. Return those whose results
+    are right, with the reason for each that is not used. Collective: all ranks use one, or none
+    does."""
+    model, layout, gpu = plan.config.model, plan.layout, capabilities.gpu(device)
+    products = arithmetic(precision).products
     trials: dict[str, Callable[[], str | None]] = {}
+    if model.attention.dropout:
+        trials["drops_by_blocks"] = lambda: (
+            dropout_kernel_obstacle(model, layout, precision)
+            or chip_obstacle(gpu)
+            or kernel_obstacle(model, products, device)
+        )
+    if model.experts.count is not None:
+        n_experts = model.experts.count // layout.expert
+        width = model.expert_width // layout.expert_tensor
+        trials["experts_at_once"] = lambda: (
+            at_once_obstacle(model, n_experts, width, products, gpu)
+            or at_once_disagreement(n_experts, model.d_model, width, device)
+        )
     if products.itemsize == 2:
         trials["precise_sums"] = partial(sums_obstacle, products, device)
-    if products.itemsize <= 4 and plan.layout.tensor == 1:  # else ranks shard the vocabulary
+    if products.itemsize <= 4 and layout.tensor == 1:  # else ranks shard the vocabulary
         assert model.vocab_size is not None  # resolved
         sizes = (plan.vocab_size_padded, model.vocab_size, model.logit_softcap)
         trials["one_pass_loss"] = partial(loss_obstacle, products, device, *sizes)
-    if plan.layout.has_ring:
+    if layout.has_ring:
         trials["fused_ring"] = partial(ring_obstacle, model, products, device)
     found = world.all_gather({name: obstacle_of(trial) for name, trial in trials.items()})
     obstacles = {
         name: reason for each in found for name, reason in each.items() if reason is not None
     }
-    return replace(PLAIN_FORMS, **{n: True for n in trials if n not in obstacles}), obstacles
+    taken = {name: True for name in trials if name not in obstacles}
+    return GpuForms(**taken, obstacles=obstacles)
 
 
 def fit_micro_batches(plan: Plan, compute: Compute, world: World) -> Plan:
@@ -325,7 +276,7 @@ def fit_micro_batches(plan: Plan, compute: Compute, world: World) -> Plan:
     usable = there - CONTEXT_BYTES - held_by_others(device)
     if plan.config.train.offload:
         usable += plan_state_bytes(plan).state_bytes
-    drops_by_blocks = compute.drops_by_blocks
+    drops_by_blocks = compute.forms.drops_by_blocks
     size = fitting_micro_batches(plan, usable, compute.precision, drops_by_blocks=drops_by_blocks)
     size = min(world.all_gather(size))
     return plan if size == plan.micro_batch_size else plan.with_micro_batches(size)
@@ -337,7 +288,7 @@ def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
     the memory; on a GPU other programs may hold some. For a custom model only weights, gradients
     and optimizer state are counted."""
     is_gpt, offload, device = plan.built_by is None, plan.config.train.offload, compute.device
-    precision, drops_by_blocks = compute.precision, compute.drops_by_blocks
+    precision, drops_by_blocks = compute.precision, compute.forms.drops_by_blocks
     state = plan_state_bytes(plan).state_bytes
     # Only the state of a custom model is known.
     total = state

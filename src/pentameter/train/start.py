@@ -218,8 +218,6 @@ def build_engine(
         compiled=compute.compiled,
         world=world,
         source=supplied.source,
-        drops_by_blocks=compute.drops_by_blocks,
-        experts_at_once=compute.experts_at_once,
         forms=compute.forms,
     )
     return engine, supplied.build_optimizer(list(engine.named_parameters()), plan)

@@ -7,6 +7,7 @@ result is wider than its inputs, which PyTorch has for GPUs only.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -95,7 +96,10 @@ def test_a_kernel_that_is_wrong_is_left(monkeypatch, wrong) -> None:
 def test_forms_say_their_names_and_change_the_plain_matmul_alone() -> None:
     both = GpuForms(precise_sums=True, one_pass_loss=True)
     assert (str(PLAIN_FORMS), str(both)) == ("", "precise sums, one pass loss")
-    assert arithmetic("bf16", forms=both).matmul is PRECISE_SUMS
+    left = replace(both, obstacles={"fused_ring": "no kernel"})
+    assert str(left) == "precise sums, one pass loss · no fused ring (no kernel)"
+    assert left == both
+    assert arithmetic("bf16", both).matmul is PRECISE_SUMS
     assert arithmetic("bf16").matmul is PLAIN
     other = type(PLAIN)()
     assert both.matmul(other) is other

@@ -10,13 +10,14 @@ Shapes: R rows of tokens, V padded vocabulary, K inputs of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
 
 from pentameter.keyed import bits, make_key
+from pentameter.model.experts import Experts
 from pentameter.model.loss import HeadLoss, RowLoss, row_loss
 from pentameter.model.matmul import PLAIN, PRECISE_SUMS, Matmul
 
@@ -27,14 +28,21 @@ ROWS = 192
 @dataclass(frozen=True)
 class GpuForms:
     """Which operations of a GPT run in another form than PyTorch's plain one on a GPU, because that
-    is faster and its results were found right. By default none, as on a CPU."""
+    is faster and its results were found right, and why others do not. By default none, as on a CPU.
+    """
 
+    drops_by_blocks: bool = False
+    """Attention's kernels apply dropout, block by block, and store no weights."""
+    experts_at_once: bool = False
+    """bf16 matmuls of all experts run at once, without a wait of the host."""
     precise_sums: bool = False
     """The head's weight gradient is added up in fp32 by its matmul, not by operations behind it."""
     one_pass_loss: bool = False
     """Loss and gradient of a chunk of logits are computed in one kernel."""
     fused_ring: bool = False
     """Ring attention runs by PyTorch's fused attention, which stores no weights."""
+    obstacles: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Why forms that this run would use were left, by the names of their fields."""
 
     def matmul(self, plain: Matmul) -> Matmul:
         """Return the matmul for a run: one that adds up a weight's gradient in fp32 if
@@ -43,17 +51,25 @@ class GpuForms:
         return PRECISE_SUMS if self.precise_sums and plain is PLAIN else plain
 
     def install(self, model: nn.Module) -> None:
-        """If `one_pass_loss` is set, have the loss of the head in `model` computed in one kernel,
-        in place; else do nothing."""
-        if self.one_pass_loss:
-            for module in model.modules():
-                if isinstance(module, HeadLoss):
-                    module.row_loss = _one_pass()
+        """Have the head's loss in `model` computed in one kernel if `one_pass_loss` is set, and its
+        experts' rows multiplied as `experts_at_once` says, in place."""
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.at_once = self.experts_at_once
+            if isinstance(module, HeadLoss) and self.one_pass_loss:
+                module.row_loss = _one_pass()
+
+    def facts(self) -> dict[str, bool | str]:
+        """Return by its name whether each form is taken or, if it was left, the reason."""
+        names = (each.name for each in fields(self) if each.name != "obstacles")
+        return {name: self.obstacles.get(name, getattr(self, name)) for name in names}
 
     def __str__(self) -> str:
-        """Return the forms that are taken, "precise sums, one pass loss"; "" for none."""
-        names = (each.name for each in fields(self) if getattr(self, each.name))
-        return ", ".join(name.replace("_", " ") for name in names)
+        """Return "precise sums, one pass loss · no fused ring (REASON)"; "" without any trial."""
+        spoken = {name.replace("_", " "): fact for name, fact in self.facts().items()}
+        taken = ", ".join(name for name, fact in spoken.items() if fact is True)
+        left = [f"no {name} ({fact})" for name, fact in spoken.items() if isinstance(fact, str)]
+        return " · ".join([taken, *left] if taken else left)
 
 
 PLAIN_FORMS = GpuForms()

@@ -75,15 +75,13 @@ class GPTSource(ModelSource):
         add_adapters(model, plan.adapted_modules, plan.config.lora)
         forwards |= recomputed(model.blocks.values(), plan.config.train.activation_checkpoint)
         install_forwards(model, arithmetic.matmul, forwards)
-        for module in model.modules():
-            if isinstance(module, Experts):
-                module.at_once = arithmetic.experts_at_once
-        T = plan.config.model.context_length
-        in_kernels = arithmetic.drops_by_blocks
-        ring_dtype = arithmetic.products if arithmetic.forms.fused_ring else None
-        attention = run_attention(layout, T, mesh, in_kernels=in_kernels, ring_dtype=ring_dtype)
+        T, forms = plan.config.model.context_length, arithmetic.forms
+        ring_dtype = arithmetic.products if forms.fused_ring else None
+        attention = run_attention(
+            layout, T, mesh, in_kernels=forms.drops_by_blocks, ring_dtype=ring_dtype
+        )
         attend_by(model, attention)
-        arithmetic.forms.install(model)
+        forms.install(model)
         if layout.context > 1:
             model.attention_positions = partial(own_positions, layout, mesh.coordinates["context"])
         sharing = ["context"] * (layout.context > 1) + ["tensor"] * layout.sequence

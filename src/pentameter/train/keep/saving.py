@@ -484,7 +484,7 @@ def host_bytes_while_saving(plan: Plan, compute: Compute) -> int:
         return 2 * held.snapshot_bytes + (held.state_bytes if plan.config.train.offload else 0)
     if plan.built_by is not None:  # nothing is known about a custom model's activations
         return held.snapshot_bytes + held.state_bytes
-    memory = plan_memory(plan, compute.precision, drops_by_blocks=compute.drops_by_blocks)
+    memory = plan_memory(plan, compute.precision, drops_by_blocks=compute.forms.drops_by_blocks)
     return held.snapshot_bytes + memory.total_bytes
 
 

@@ -8,7 +8,6 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.formatting import size
 from pentameter.planning.plan import Plan
-from pentameter.train.compute import Compute
 from pentameter.train.evaluations import begins_with_evaluation
 from pentameter.train.keep.resuming import saved_layout
 from pentameter.train.run import TrainingRun
@@ -30,7 +29,6 @@ def introduction(run: TrainingRun) -> list[str]:
     micro = ""
     if plan.n_micro_batches > 1:
         micro = f" in {plan.n_micro_batches} micro-batches of {plan.micro_batch_size}"
-    one_by_one = compute.experts_obstacle
     lines = [
         f"{config.name} · seed {config.seed} · {run.folder.path}",
         f"model   {plan.n_parameters:,} parameters{_active(plan)} · {_architecture(plan)} · "
@@ -42,11 +40,8 @@ def introduction(run: TrainingRun) -> list[str]:
         f"{plan.total_tokens:,} tokens{_epochs(plan)}",
         *_target_tokens(run),
         f"device  {compute.device_name} · {compute.precision} ({compute.precision_reason}) · "
-        f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})"
-        f"{' · attention drops in kernels' if compute.drops_by_blocks else ''}"
-        f"{' · experts at once' if compute.experts_at_once else ''}"
-        f"{'' if one_by_one is None else f' · experts one after another: {one_by_one}'}",
-        *_forms(compute),
+        f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})",
+        *([f"tried   {compute.forms}"] if str(compute.forms) else []),
     ]
     if plan.layout.world_size > 1:
         plural = "s" if compute.n_threads > 1 else ""
@@ -75,14 +70,6 @@ def introduction(run: TrainingRun) -> list[str]:
             first = "the first evaluation and the first step compile"
         lines.append(f"{first}: about a minute on a new machine, seconds once cached")
     return lines
-
-
-def _forms(compute: Compute) -> list[str]:
-    """Return the line that names the faster kernels that this GPU uses for some operations, and
-    those that it does not, with the reason; an empty list if none were tried."""
-    taken = [str(compute.forms)] if str(compute.forms) else []
-    left = [f"no {name.replace('_', ' ')} ({why})" for name, why in compute.form_obstacles.items()]
-    return [f"tried   {' · '.join([*taken, *left])}"] if taken or left else []
 
 
 def _architecture(plan: Plan) -> str:

@@ -58,11 +58,11 @@ def compute_warnings(plan: Plan, compute: Compute, world: World) -> list[str]:
     dropout, and a machine that was busy while its matmul rate was measured (rank 0's measurement).
     Collective."""
     warnings = [] if compute.gpu_obstacle is None else [compute.gpu_obstacle]
-    if compute.dropout_obstacle is not None:
+    if (obstacle := compute.forms.obstacles.get("drops_by_blocks")) is not None:
         warnings.append(
             f"model.attention.dropout={plan.config.model.attention.dropout} writes attention's "
             "weights out, as its kernels cannot serve here: "
-            f"{compute.dropout_obstacle}. The result is the same, in more memory and time"
+            f"{obstacle}. The result is the same, in more memory and time"
         )
     measured = compute.measured
     busy = world.broadcast(None if measured is None else measured.warning())  # each has measured
