@@ -8,7 +8,7 @@ import torch
 
 from pentameter.config.schema import Config
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
-from pentameter.evaluate.split import evaluate
+from pentameter.evaluate.split import evaluate, rows_at_once
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
 
@@ -46,6 +46,11 @@ def split(n_tokens=N_TOKENS, starts=(0,)):
 
 def measure(stage, split, batch_size=4, stride=None):
     return evaluate(stage, split, name="val", step=0, batch_size=batch_size, stride=stride)
+
+
+def test_a_gpu_takes_more_short_rows_at_once():
+    assert [rows_at_once("cpu", length) for length in (1, 100, 4096)] == [32, 32, 32]
+    assert [rows_at_once("cuda", length) for length in (100, 1024, 4096)] == [327, 32, 32]
 
 
 def loss_of_each(stage, split, contexts):

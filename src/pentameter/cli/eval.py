@@ -58,8 +58,9 @@ class EvalArguments:
     """With --tasks: examples before each question; as each task says when absent."""
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --tasks: only the first questions of each."""
-    batch_size: int = 32
-    """Sequences at once; the result does not depend on it."""
+    batch_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Sequences at once; the result does not depend on it. When absent 32; on a GPU, without
+    --tasks, as many as have 32,768 tokens if these are more."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where the model runs; auto takes the fastest present."""
     precision: Literal["auto", Precision] = "fp32"
@@ -89,7 +90,7 @@ def run(arguments: list[str]) -> int:
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
     """Evaluate the split `parsed.split`, with `overrides` for keys in [data]. Return the object for
     `--json`, and the line printed without it."""
-    from pentameter.evaluate.split import evaluate, what_was_read
+    from pentameter.evaluate.split import evaluate, rows_at_once, what_was_read
 
     loaded, config, engine = _load(parsed, overrides)
     if loaded.checkpoint is None and not overrides:
@@ -108,7 +109,7 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
         dataset.split(parsed.split),
         name=parsed.split,
         step=loaded.step,
-        batch_size=parsed.batch_size,
+        batch_size=parsed.batch_size or rows_at_once(engine.device.type, context_length),
         stride=parsed.stride,
     )
     assert metrics is not None  # nothing asks it to stop
@@ -151,6 +152,7 @@ def _multiple_choice(
         evaluate_multiple_choice,
         read_questions,
     )
+    from pentameter.evaluate.split import rows_at_once
 
     if parsed.stride is not None or overrides:
         given = "--stride" if parsed.stride is not None else overrides[0]
@@ -158,8 +160,9 @@ def _multiple_choice(
     questions = read_questions(file)
     loaded, config, engine = _load(parsed, overrides)
     encoded = encode_questions(questions, loaded.tokenizer, config.model.context_length)
+    batch_size = parsed.batch_size or rows_at_once(engine.device.type, encoded.longest)
     metrics = evaluate_multiple_choice(
-        engine, encoded, name=file.stem, step=loaded.step, batch_size=parsed.batch_size
+        engine, encoded, name=file.stem, step=loaded.step, batch_size=batch_size
     )
     assert metrics is not None  # nothing asks it to stop
     if math.isnan(metrics.loss):
@@ -209,7 +212,7 @@ def _tasks(parsed: EvalArguments, asked: str) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"--tasks {asked!r} names no task: --tasks hellaswag,arc_easy")
     tasks = find_tasks(names, parsed.tasks_dir)  # whose mistakes show before the model is loaded
     loaded, _, engine = _load(parsed, [])
-    model = HarnessModel(engine, loaded.tokenizer, parsed.batch_size)
+    model = HarnessModel(engine, loaded.tokenizer, parsed.batch_size or 32)
     found = run_tasks(model, tasks, n_fewshot=parsed.num_fewshot, limit=parsed.limit)
     values = {
         "step": loaded.step,
