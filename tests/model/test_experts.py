@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model.experts import Experts, Router
+from pentameter.model.experts import Experts, RestoredRows, Router, SortedRows
 from pentameter.model.gpt import build_model
 from pentameter.model.grouped_matmul import Groups
 from pentameter.model.matmul import PLAIN
@@ -286,3 +287,25 @@ def test_fsdp_finds_the_tensors_that_a_router_returns():
     torch.nn.init.normal_(router.weight)
     returned = tree_leaves(router(torch.randn(B, T, D)))
     assert any(isinstance(each, Tensor) and each.requires_grad for each in returned)
+
+
+class Writes(TorchDispatchMode):
+    """Collects the operations that write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_functions_that_move_rows_write_nothing_in_place() -> None:
+    x, order = torch.randn(4, 3, requires_grad=True), torch.randperm(8)
+    with Writes() as writes:
+        rows = SortedRows.apply(x, order, 2)
+        restored = RestoredRows.apply(rows, order)
+    assert writes.found == []  # or torch 2.11 loses gradients in compiled code
+    assert torch.equal(restored, x.repeat_interleave(2, 0))

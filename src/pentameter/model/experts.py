@@ -338,8 +338,10 @@ class RestoredRows(Function):
 
 def _restored(rows: Tensor, order: Tensor) -> Tensor:
     """Return the rows (R, D) unsorted: row i becomes row `order[i]` of the result, for `order`
-    (R,)."""
-    return torch.empty_like(rows).index_copy_(0, order, rows)
+    (R,). Nothing is written in place: compiled code of torch 2.11 loses the gradient of a Function
+    whose forward pass changes what it returns (pytorch #180642)."""
+    places = torch.arange(len(order), device=order.device)
+    return rows[torch.empty_like(order).scatter(0, order, places)]
 
 
 class GroupedLinear(nn.Module):
