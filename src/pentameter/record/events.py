@@ -344,8 +344,8 @@ class EvalMetrics(Event):
 
     @classmethod
     def completed(cls, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the object with the name of the split that was evaluated, which an earlier
-        version, with a single split, did not record."""
+        """Return a line's JSON object, `record`, with `split` set to "val" if it lacks one: an
+        earlier version, which evaluated a single split, did not write it."""
         return {**record, "split": _text(record.get("split")) or "val"}
 
 

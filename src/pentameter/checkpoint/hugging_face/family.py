@@ -20,7 +20,8 @@ from pentameter.checkpoint.hugging_face.rules import Rule
 
 @dataclass(frozen=True)
 class StoredForm:
-    """The names, shapes and kinds of all tensors that a model folder must have."""
+    """The tensors that a model folder must have: the name and shape of each, and whether it holds
+    bytes or floating-point numbers."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Name → shape."""

@@ -64,8 +64,8 @@ class _AsMade:
     attributes: dict[str, _Noted]
 
     def of_group(self, number: int) -> Mapping[str, _Noted] | None:
-        """Return the values of the parameter group with this index; None if that group was added
-        after the construction."""
+        """Return the values that the parameter group with this index had when the optimizer was
+        constructed, by key; None if the group was added later."""
         return self.groups[number] if number < len(self.groups) else None
 
 

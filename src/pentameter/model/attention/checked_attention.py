@@ -137,11 +137,12 @@ def rounding_bound(dtype: torch.dtype) -> float:
 
 
 def row_error(x: Tensor, expected: Tensor) -> float:
-    """Return the largest error in x (…, K), relative to its matrix row's scale.
+    """Return the largest error in x (…, K) compared with `expected`, relative to the scale of the
+    row in which it occurs.
 
-    The scale is the largest number in that row of `expected`, but at least a usual row's, and at
-    least a tenth, for inputs with variance 1: gradients for the first query, which sees one key,
-    are 0 except for rounding.
+    The scale of a row is the largest absolute number in that row of `expected`, but at least the
+    mean of this over all rows, and at least 0.1, for inputs with variance 1: gradients for the
+    first query, which sees one key, are 0 except for rounding.
     """
     largest = expected.abs().amax(-1)
     scale = largest.clamp_min(largest.mean()).clamp_min(0.1)

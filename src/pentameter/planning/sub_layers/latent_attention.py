@@ -57,8 +57,9 @@ def _to_latent(model: ModelConfig, path: str, layer: int, n: int) -> Iterator[Pa
 
 
 def _latent_norm(path: str, layer: int, n: int) -> ParameterSpec:
-    """Return the parameter for the norm over a latent with n numbers; its gradient is a sum over
-    the stream's tokens."""
+    """Return the ParameterSpec for the weight, n numbers, of the norm over a latent (the narrow
+    vector per token from which keys and values, or queries, are computed). Its gradient is a sum
+    over tokens, so ranks that share a sequence add theirs."""
     return replace(vector(f"{path}.weight", n, "latent", ONES, layer), sums_over=("time",))
 
 
