@@ -50,6 +50,7 @@ ITEMS = {  # item → (module, most seconds, measures)
     "attention": ("gpu_day_attention", 75, True),
     "pieces": ("gpu_day_pieces", 75, True),
     "mixtures": ("gpu_day_experts", 75, True),
+    "fp8": ("gpu_day_fp8", 30, True),
     "forms": ("gpu_day_pieces", 120, True),
     "124m": ("gpu_day_speed", 130, True),
     "char": ("gpu_day_speed", 90, True),

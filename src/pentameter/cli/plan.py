@@ -53,8 +53,8 @@ class PlanArguments:
     """Assume that, in each layer with experts, one rank's experts get so many times the mean number
     of tokens over ranks, in time and in memory. 1: all get equally many."""
     matmuls: Annotated[str | None, tyro.conf.arg(metavar="fp8")] = None
-    """Assume that linear layers multiply in this number format, which can be planned, but not
-    trained in: fp8. All else is planned in bf16."""
+    """Assume that all linear layers multiply in this number format, also for weights' gradients and
+    in experts, as other programs do: fp8. train.matmuls=fp8 plans what pentameter trains."""
     price: Annotated[float | None, tyro.conf.arg(metavar="MONEY")] = None
     """The price of a device for an hour, to say what the run costs."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False

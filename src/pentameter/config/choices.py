@@ -57,6 +57,10 @@ PRECISIONS: Mapping[str, NumberFormats] = {
 }
 """`train.precision` → its dtypes and rounding error."""
 
+BESIDE = {"fp8": ("auto", "bf16", "fp32", "fp64")}
+"""`train.matmuls` → the values of `train.precision` that go with it. On a GPU it is bf16 alone; a
+CPU emulates the 8 bits, in fp64 to compare layouts."""
+
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 NORM_MAY_HAVE_BIAS = {"layernorm": True, "rmsnorm": False}

@@ -12,7 +12,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pentameter.config.choices import DECAY_KEYS, MOMENTUM, TAKES_SEVERAL_STAGES, Precision, look_up
+from pentameter.config.choices import (
+    BESIDE,
+    DECAY_KEYS,
+    MOMENTUM,
+    TAKES_SEVERAL_STAGES,
+    Precision,
+    look_up,
+)
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.model.architecture import ModelConfig
 from pentameter.config.section import (
@@ -123,6 +130,11 @@ class TrainConfig(Section):
     matmul_precision: MatmulPrecision | None = None
     """Precision at which a GPU multiplies fp32 matrices: `high` is TF32, `medium` may be bf16.
     When absent, `high` for precision tf32, else `highest`."""
+    matmuls: Literal["fp8"] | None = None
+    """Number format in which linear layers in blocks multiply. `fp8` rounds the factors of outputs
+    and of inputs' gradients to 8 bits (e4m3), with a scale for each row; weights' gradients,
+    experts, router and head stay in bf16. It needs an NVIDIA GPU of compute capability 8.9 or
+    higher, and no parallel.tensor; a CPU emulates it."""
     activation_checkpoint: Literal["selective", "full"] | None = None
     """Recompute activations in the backward pass to save memory: `full` keeps a block's input only,
     `selective` also the results of its matmuls and of fused attention."""
@@ -439,6 +451,12 @@ class Config(Section):
                     f"train.{key}={getattr(self.train, key)} is of experts that begin as copies, "
                     "and model.experts.count is not set; set it, or leave both out"
                 )
+        matmuls, precision = self.train.matmuls, self.train.precision
+        if matmuls is not None and precision not in BESIDE[matmuls]:
+            raise ValueError(
+                f"train.matmuls={matmuls!r} goes with train.precision='bf16', in which all else is "
+                f"multiplied, not {precision!r}"
+            )
         if self.train.offload and self.parallel.zero == 0:
             raise ValueError(
                 "train.offload=true keeps what parallel.zero shares out in the host's memory, and "

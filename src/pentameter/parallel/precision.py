@@ -13,6 +13,7 @@ import torch
 
 from pentameter.config.choices import PRECISIONS, look_up, refuse_unknown
 from pentameter.config.section import NonNegative, Positive, PositiveFloat
+from pentameter.model.fp8_matmul import Fp8Matmul
 from pentameter.model.gpu.forms import PLAIN_FORMS, GpuForms
 from pentameter.model.matmul import PLAIN, Matmul
 
@@ -40,6 +41,8 @@ class Arithmetic:
     products: torch.dtype
     """Dtype of matmul inputs."""
     matmul: Matmul
+    in_blocks: Matmul
+    """The matmul of the blocks' linear layers if `train.matmuls` asks for one, else PLAIN."""
     forms: GpuForms = PLAIN_FORMS
 
     @property
@@ -55,14 +58,23 @@ class Arithmetic:
         return torch.autocast(device.type, self.autocast_dtype)
 
 
-def arithmetic(precision: str, forms: GpuForms = PLAIN_FORMS) -> Arithmetic:
+def arithmetic(
+    precision: str, forms: GpuForms = PLAIN_FORMS, matmuls: Literal["fp8"] | None = None
+) -> Arithmetic:
     """Return the Arithmetic (dtypes, matmul and kernels) for a `train.precision`, with the faster
-    kernels that `forms` names. Raises ConfigError for an unknown one, and for `auto`, which must be
-    resolved before."""
+    kernels that `forms` names, and for `train.matmuls`. Raises ConfigError for an unknown one, and
+    for `auto`, which must be resolved before."""
     numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
     weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
     matmul = forms.matmul(MATMULS[precision])
-    return Arithmetic(precision, weights, products, matmul, forms)
+    match matmuls:
+        case None:
+            in_blocks = PLAIN
+        case "fp8":
+            in_blocks = Fp8Matmul(products)
+        case unknown:
+            refuse_unknown(unknown, "train.matmuls", "the engine")
+    return Arithmetic(precision, weights, products, matmul, in_blocks, forms)
 
 
 def set_matmul_precision(

@@ -55,8 +55,9 @@ def fused_obstacle(config: Config, layout: Layout, built_by: str | None = None) 
         return obstacle
     if config.train.precision not in FUSED_PRECISIONS:
         return f"train.precision={config.train.precision!r}"
-    if config.lora.rank is not None:
-        return f"lora.rank={config.lora.rank}"
+    for key, value in (("train.matmuls", config.train.matmuls), ("lora.rank", config.lora.rank)):
+        if value is not None:
+            return f"{key}={shown(value)}"
     copies = asdict(Layout(data=layout.data))  # the fused step supports data parallelism only
     for name, value in asdict(layout).items():
         if value != copies[name]:

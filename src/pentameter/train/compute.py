@@ -36,6 +36,7 @@ from pentameter.machine.cores_and_memory import INTERPRETER_BYTES, or_container
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.fastest_matmul import Ceiling, ceiling
 from pentameter.machine.peaks import peak_flops
+from pentameter.model.fp8_matmul import fp8_obstacle
 from pentameter.model.gpu.forms import (
     PLAIN_FORMS,
     GpuForms,
@@ -131,6 +132,8 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     forms = PLAIN_FORMS
     if device.type != "cpu":  # before trials, and before measuring a GPU whose peak is not known
         set_matmul_precision(train.matmul_precision, precision)
+    if train.matmuls is not None:
+        _check_matmuls(train.matmuls, device, precision, capabilities, world)
     if device.type == "cuda" and plan.built_by is None:
         forms = _try_forms(plan, device, precision, capabilities, world)
     if device.type == "cpu":
@@ -223,6 +226,21 @@ def _choose_kernels(
     if odd and products in native.DTYPES["vector"]:
         how += f"; the vector kernels want multiples of {native.CHANNELS}, not {', '.join(odd)}"
     return how, served
+
+
+def _check_matmuls(
+    matmuls: str, device: torch.device, precision: str, capabilities: Capabilities, world: World
+) -> None:
+    """Raise ConfigError if a rank's device cannot multiply in the format `matmuls`
+    (`train.matmuls`), or got it wrong in a trial. Collective."""
+    chip = capabilities.gpu(device).compute_capability if device.type == "cuda" else None
+    products = arithmetic(precision).products
+    found = world.all_gather(obstacle_of(lambda: fp8_obstacle(products, device, chip)))
+    if (obstacle := next((each for each in found if each is not None), None)) is not None:
+        raise ConfigError(
+            f"train.matmuls={matmuls!r} is not possible on {device_name(device, capabilities)}: "
+            f"{obstacle}; leave it out, or set train.device='cpu', which emulates it"
+        )
 
 
 def _try_forms(

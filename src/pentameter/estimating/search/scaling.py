@@ -78,7 +78,7 @@ def scale(
     vocab_size: needed if the configuration sets none.
     rows_per_epoch: batch rows in the training split; needed if the configuration counts in epochs.
     imbalance: the most rows that a rank's experts get ÷ the mean over ranks.
-    matmuls: a number format in PLANNED_ONLY for linear layers' matmuls, or None.
+    matmuls: a number format in LINEAR_ONLY for linear layers' matmuls, or None.
     """
     batch_size = global_batch_size(config)
     first = 0.0

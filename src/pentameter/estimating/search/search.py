@@ -76,7 +76,7 @@ def search(
     n_best: most layouts that are returned.
     most_timed: most candidates that are timed in full.
     imbalance: the most rows that a rank's experts get ÷ the mean over ranks.
-    matmuls: a number format in PLANNED_ONLY for linear layers' matmuls, or None.
+    matmuls: a number format in LINEAR_ONLY for linear layers' matmuls, or None.
     allowed: returns False for candidates to leave out.
     """
     every = all_candidates(

@@ -42,16 +42,15 @@ UNKNOWN_SPREAD: Spread = (0.8, 1.6)
 """The range assumed for a device whose calibration no run has tested. It is that of published bf16
 runs on Blackwell, which is planned with Hopper's fractions."""
 
-PLANNED_ONLY = {"fp8": "bf16"}
-"""Number formats of linear layers' matmuls that can be planned, but not trained in, each with the
-precision of everything else in such a run. Other programs multiply in 8 bits, and keep weights,
-activations, attention and the head in 16."""
+LINEAR_ONLY = {"fp8": "bf16"}
+"""Number formats of linear layers' matmuls alone, each with the precision of everything else in
+such a run: weights, activations, attention and the head are kept in 16 bits."""
 
 
 def trained_precision(precision: str) -> str:
     """Return the `train.precision` that goes with the planned `precision`: itself, or for a format
-    in PLANNED_ONLY the precision of everything but linear layers' matmuls."""
-    return PLANNED_ONLY.get(precision, precision)
+    in LINEAR_ONLY the precision of everything but linear layers' matmuls."""
+    return LINEAR_ONLY.get(precision, precision)
 
 
 def multiplied_in(precision: str, matmul_precision: MatmulPrecision | None = None) -> str:
@@ -157,7 +156,7 @@ class Device(Section):
     driver_names: str = ""
     """A regular expression, searched for in the name that the driver reports."""
     tflops: dict[str, Teraflops]
-    """Maps `train.precision`, and formats in PLANNED_ONLY, to the peak matmul speed, in TFLOP/s."""
+    """Maps `train.precision`, and formats in LINEAR_ONLY, to the peak matmul speed, in TFLOP/s."""
     units: Positive = 1
     """Processors that each work on one matmul tile (streaming multiprocessors); 1 if matmuls are
     not tiled this way, as on a CPU."""
@@ -191,7 +190,7 @@ class Device(Section):
     def spread_of(self, precision: str) -> Spread | None:
         """Return (least, most): the range of measured ÷ planned step time in which four of five
         measured runs on this device were. None if no run has tested the plan. `precision` is a
-        `train.precision`, or a number format in PLANNED_ONLY."""
+        `train.precision`, or a number format in LINEAR_ONLY."""
         known = self.calibration.spread if self.spread is None else self.spread
         return known.get(precision)
 
@@ -258,7 +257,7 @@ class Cluster(Section):
         Raises ConfigError if the device's peak in them is unknown."""
         peak = self.device.peak_flops(precision, matmul_precision)
         if peak is None:
-            option = "--matmuls " if precision in PLANNED_ONLY else "train.precision="
+            option = "--matmuls " if precision in LINEAR_ONLY else "train.precision="
             raise ConfigError(
                 f"{option}{precision}: a peak in "
                 f"{multiplied_in(precision, matmul_precision)} is not known of {self.device_key}, "

@@ -145,6 +145,8 @@ class _ElementwiseTime:
         self.linear_peak, self.rounds_to_8_bits = self.peak, others != step.precision
         if self.rounds_to_8_bits:
             self.linear_peak = cluster.peak_flops(step.precision)
+        # Else, by `plan --matmuls`, all linear layers and gradients are narrow.
+        self.own_matmuls = config.train.matmuls is not None
         precise = cluster.device.peak_flops("fp32", config.train.matmul_precision)
         self.precise_peak = self.peak if precise is None else precise / cluster.sharing
 
@@ -283,12 +285,18 @@ class _OperationTime(_ElementwiseTime):
         if (k := op.parameters[0].n_chosen) is not None:  # k rows a token, of a k-th of the numbers
             n_products, *_ = self.step.sharding.parameter_shape(op.parameters[0])
             m, n_out, n_in = math.ceil(m * k / n_products), n_out // k, n_in // k
-        p, peak = self.step.product_bytes, self.linear_peak if op.kind == "product" else self.peak
+        p, is_expert = self.step.product_bytes, op.parameters[0].n_chosen is not None
+        is_narrow = op.kind == "product" and not (self.own_matmuls and is_expert)
+        peak = self.linear_peak if is_narrow else self.peak
         if op.result.dtype == "softmax":  # a router's logits, in float32 whatever the precision
             p, peak = self.step.summed_bytes, self.precise_peak
         forward, to_input, to_weight = (
-            n_products * product_seconds(self.cluster, self.shares, peak, *sides, p)
-            for sides in ((m, n_out, n_in), (m, n_in, n_out), (n_out, n_in, m))
+            n_products * product_seconds(self.cluster, self.shares, at, *sides, p)
+            for at, sides in (
+                (peak, (m, n_out, n_in)),
+                (peak, (m, n_in, n_out)),
+                (self.peak if self.own_matmuls and is_narrow else peak, (n_out, n_in, m)),
+            )
         )
         sorting = self._sorting(op)
         forward, to_input = forward + sorting.forward, to_input + sorting.backward_input

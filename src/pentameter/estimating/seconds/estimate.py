@@ -18,7 +18,7 @@ from pentameter.estimating.bytes.fit import MEMORY_MARGIN, Verdict, memory_verdi
 from pentameter.estimating.bytes.memory import Memory
 from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_record, step_of
 from pentameter.estimating.seconds.cluster import (
-    PLANNED_ONLY,
+    LINEAR_ONLY,
     UNKNOWN_SPREAD,
     Cluster,
     Spread,
@@ -47,7 +47,7 @@ class Estimate:
     cluster: Cluster
     precision: str
     """The matmul precision: the configuration's `train.precision`; the devices' best for `auto`; or
-    a number format in PLANNED_ONLY, for linear layers' matmuls."""
+    a number format in LINEAR_ONLY, for linear layers' matmuls."""
     imbalance: float = 1.0
     """An assumption: the most rows that a rank's experts get in a layer ÷ the mean over the ranks
     that exchange rows. 1 if all get equally many."""
@@ -261,11 +261,10 @@ def _of_memory(estimate: Estimate) -> Iterator[str]:
 
 def _of_calibration(estimate: Estimate) -> Iterator[str]:
     """Yield a sentence for each figure without a measurement."""
-    if estimate.precision in PLANNED_ONLY:
+    if estimate.precision in LINEAR_ONLY:
         yield (
-            f"{estimate.precision} is planned only: pentameter does not train in it; memory and "
-            f"messages are those of {PLANNED_ONLY[estimate.precision]}, and no measured run "
-            "calibrated its time"
+            f"{estimate.precision}: memory and messages are those of "
+            f"{LINEAR_ONLY[estimate.precision]}, and no run of pentameter calibrated its time"
         )
     if estimate.cluster.device.calibration.fitted_on.startswith("nothing"):
         yield (
@@ -315,7 +314,7 @@ def make_estimate(
         fills the cluster.
     imbalance: at least 1, the most rows that a rank's experts get ÷ the mean over ranks; only
         layouts with `expert` depend on it.
-    matmuls: a number format in PLANNED_ONLY for linear layers' matmuls; None for the configured
+    matmuls: a number format in LINEAR_ONLY for linear layers' matmuls; None for the configured
         precision.
     """
     if layout is not None:
@@ -373,15 +372,18 @@ def best_precision(config: Config, cluster: Cluster, matmuls: str | None = None)
     highest peak. Raises ConfigError for an unknown format, or one that does not go with
     `train.precision`."""
     if matmuls is not None:
-        if matmuls not in PLANNED_ONLY:
-            raise ConfigError(f"--matmuls {matmuls}: choose {either(PLANNED_ONLY)}")
-        if config.train.precision not in ("auto", PLANNED_ONLY[matmuls]):
-            others = PLANNED_ONLY[matmuls]
+        if matmuls not in LINEAR_ONLY:
+            raise ConfigError(f"--matmuls {matmuls}: choose {either(LINEAR_ONLY)}")
+        if config.train.precision not in ("auto", LINEAR_ONLY[matmuls]):
+            others = LINEAR_ONLY[matmuls]
             raise ConfigError(
                 f"--matmuls {matmuls} goes with train.precision={others!r}, in which all else is "
                 f"planned, not {config.train.precision!r}"
             )
         return matmuls
+    if (asked := config.train.matmuls) in cluster.device.tflops:
+        assert asked is not None
+        return asked
     if config.train.precision != "auto":
         return config.train.precision
     known: dict[str, float] = dict(cluster.device.tflops)

@@ -33,6 +33,7 @@ _SAVED_NAMES = (
     "summa",
     "product_3d",
     "grouped_linear",
+    "fp8_product",
     "exchange_rows",
     "gather_tokens",
 )

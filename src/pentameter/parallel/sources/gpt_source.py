@@ -56,6 +56,7 @@ class GPTSource(ModelSource):
         with torch.device("meta"):
             model = GPT(plan.config.model, first_layer=layers.start, last_layer=layers.stop)
             model.to(arithmetic.weights)
+        install_forwards(model.blocks, arithmetic.in_blocks, {})
         forwards: dict[nn.Module, Forward] = {}
         if layout.shards_experts:
             # The time of DTensor's first operations is exponential in a mesh's dimensions.

@@ -28,6 +28,12 @@ def check_layout(layout: Layout, config: Config, local_size: int | None = None) 
     model, sharding = config.model, sharding_of(layout, config.model)
     if (obstacle := model_obstacle(model, layout)) is not None:
         raise ConfigError(obstacle)
+    if (matmuls := config.train.matmuls) is not None and layout.tensor > 1:
+        raise ConfigError(
+            f"train.matmuls={matmuls!r} scales each row of a matrix by its largest number, which "
+            f"may lie in another process with parallel.tensor={layout.tensor}; use data, zero, "
+            "pipeline, context or expert in its place, or leave train.matmuls out"
+        )
     if layout.is_grid:
         _check_grid(layout, model)
     else:
@@ -49,6 +55,8 @@ def check_custom_layout(
     _check_places(sharding_of(layout, config.model), config.model, local_size)
     whose = f"the module that {outline.built_by} builds"
     _check_adapters(config.lora, layout)
+    if (matmuls := config.train.matmuls) is not None:
+        raise ConfigError(f"train.matmuls={matmuls!r} is of the built-in model, not {whose}")
     if layout.context > 1:
         raise ConfigError(
             f"parallel.context={layout.context} splits each sequence, and {whose} mixes its "

@@ -1,4 +1,4 @@
-"""Number formats of linear layers' matmuls that can be planned, but not trained in."""
+"""Number formats of linear layers' matmuls alone."""
 
 import pytest
 
@@ -37,12 +37,23 @@ def test_linear_layers_are_faster_and_all_else_is_as_in_bf16():
 
 
 def test_such_a_plan_says_that_it_is_one():
-    (said,) = [text for text in estimate("fp8").warnings() if "planned only" in text]
-    assert said == (
-        "fp8 is planned only: pentameter does not train in it; memory and messages are those of "
-        "bf16, and no measured run calibrated its time"
-    )
-    assert not any("planned only" in text for text in estimate().warnings())
+    own = estimate(**{"train.matmuls": "fp8"})
+    for each in (estimate("fp8"), own):
+        (said,) = [text for text in each.warnings() if "fp8" in text]
+        assert said == (
+            "fp8: memory and messages are those of bf16, and no run of pentameter calibrated its "
+            "time"
+        )
+    assert not any("fp8" in text for text in estimate().warnings())
+
+
+def test_what_is_trained_takes_longer_than_all_in_8_bits():
+    """Weights' gradients stay in bf16. A device without 8 bits is planned in bf16."""
+    asked = {"train.matmuls": "fp8"}
+    wide, own, narrow = estimate(), estimate(**asked), estimate("fp8")
+    assert own.precision == "fp8"
+    assert narrow.time.compute < own.time.compute < wide.time.compute
+    assert estimate(cluster="a100-80gb:8x1", **asked).precision == "bf16"
 
 
 def test_layouts_are_searched_in_it():
