@@ -339,6 +339,7 @@ PATHS: dict[str, dict[str, Any]] = {
         "assemble": assembled,
         "peak": lambda c: multiplied_in("fp32", c.train.matmul_precision),
     },
+    "train.matmuls": {"assemble": assembled},
     "train.activation_checkpoint": {
         "memory": lambda c: plan_memory(make_plan(c)),
         "assemble": assembled,
