@@ -52,13 +52,13 @@ d_model = {width}
 [model.attention]
 n_heads = 12
 [train]
-steps = 60
+steps = {steps}
 batch_size = {rows}
 precision = "bf16"
 compile = false
-eval_interval = 60
+eval_interval = {steps}
 [checkpoint]
-interval = 15
+interval = {interval}
 """
 
 
@@ -92,12 +92,13 @@ def of_run(tell: Tell, device: torch.device, folder: Path) -> None:
     the device has the numbers of one that nobody disturbed; and how long a save holds up a step."""
     small, log = folder / "small.toml", folder / "run.log"
     log_every = ("--log.interval", "1")
-    small.write_text(SMALL.format(steps=120, precision="fp64"))
+    n_steps, stops = (120, (30, 70)) if device.type == "cuda" else (40, (12, 24))
+    small.write_text(SMALL.format(steps=n_steps, precision="fp64"))
     here = ("--train.device", device.type, *log_every)
     code = done(command_of(folder / "whole", small, *here), log)
     whole = losses(folder / "whole")
     killed = folder / "killed"
-    for until, where in ((30, device.type), (70, "cpu")):
+    for until, where in zip(stops, (device.type, "cpu"), strict=True):
         with log.open("ab") as file:
             command = command_of(killed, small, *log_every, "--train.device", where)
             child = subprocess.Popen(command, stdout=file, stderr=file)
@@ -121,9 +122,9 @@ def of_run(tell: Tell, device: torch.device, folder: Path) -> None:
     )
     large = folder / "large.toml"
     on_gpu = device.type == "cuda"
-    sizes = {"context": 1024, "layers": 12, "width": 768, "rows": 16}
+    sizes = {"context": 1024, "layers": 12, "width": 768, "rows": 16, "steps": 330, "interval": 110}
     if not on_gpu:
-        sizes = {"context": 32, "layers": 2, "width": 48, "rows": 2}
+        sizes = {"context": 32, "layers": 2, "width": 48, "rows": 2, "steps": 12, "interval": 4}
     large.write_text(LARGE.format(**sizes))
     code = done(command_of(folder / "large", large, *here), log)
     seconds = [row["step_seconds"] for row in events(folder / "large", "train")]
@@ -247,7 +248,7 @@ def of_speed(tell: Tell, device: torch.device, config: Any, prompt: Any) -> None
 
 def of_time(tell: Tell, device: torch.device, folder: Path) -> None:
     """Tell when a run of a given time ends, and what it chose."""
-    asked = 45 if device.type == "cuda" else 20
+    asked = 45 if device.type == "cuda" else 15
     text = folder / "text.txt"
     from pentameter.config.data_schema import GrammarConfig
     from pentameter.data.corpora.grammar import grammar_text

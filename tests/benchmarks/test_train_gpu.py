@@ -119,6 +119,9 @@ def test_smaller_micro_batches_are_tried_until_they_fit(train_gpu, monkeypatch):
         def __exit__(self, *exception):
             pass
 
+        def warm_up(self, n_steps):
+            pass
+
         def turn(self, name, first, n_steps, *, profiled=False):
             if name == "ours" and self.plan.micro_batch_size > 2:
                 raise train_gpu.OutOfDeviceMemoryError("full")
