@@ -59,6 +59,6 @@ def of_compiler(tell: Callable[..., None], device: Any, folder: Path) -> None:
             text=True,
         )
     for case, process in running.items():
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=90 if device.type == "cuda" else 900)
         found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         tell(compiler=case, found=found, exit=process.returncode, stderr=err[-600:])
