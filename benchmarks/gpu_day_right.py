@@ -113,9 +113,10 @@ def of_equal(tell: Tell, device: torch.device, folder: Path) -> None:
                 row["fp64"] = worst(steps(plan, device, "fp64"), right)
             row["bf16"] = worst(steps(plan, device, "bf16"), right)
             row["bf16 of the CPU"] = worst(steps(plan, CPU, "bf16"), right)
-            forms = choose_compute(plan).forms
-            row["as a run takes it"] = worst(steps(plan, device, "bf16", forms=forms), right)
-            row["forms"] = str(forms)
+            if device.type == "cuda":
+                forms = choose_compute(plan).forms
+                row["as a run takes it"] = worst(steps(plan, device, "bf16", forms=forms), right)
+                row["forms"] = str(forms)
         except Exception as error:
             row["error"] = said(error)
             traceback.print_exc()
