@@ -199,7 +199,8 @@ def _settings() -> tuple[object, ...]:
     have changed."""
     from torch._inductor import config  # its options have no other home
 
-    return config.cpp.march, config.cpp.simdlen, config.cpp.cxx
+    march = getattr(config.cpp, "march", None)  # which PyTorch has from 2.12 on
+    return march, config.cpp.simdlen, config.cpp.cxx
 
 
 def _results(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
