@@ -3,6 +3,7 @@ check that the run fits the memory there."""
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, divisors
 from pentameter.estimating.bytes.changes import fitting_micro_batches, settings_that_fit
 from pentameter.estimating.bytes.fit import CONTEXT_BYTES, Verdict, memory_verdict
 from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_state_bytes
@@ -350,6 +351,45 @@ def _held(device: torch.device, most: int) -> int:
             return held
         time.sleep(1)
     return held_by_others(device)
+
+
+_SAYS_MEMORY = re.compile("out of memory|can't allocate memory|status_alloc_failed", re.IGNORECASE)
+"""What others than PyTorch's allocator of CUDA memory say: MPS, the CPU's, NCCL, cuBLAS."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that a device's or the host's memory is used up."""
+    if isinstance(error, RuntimeError):
+        return _SAYS_MEMORY.search(str(error)) is not None
+    return isinstance(error, MemoryError)
+
+
+def out_of_memory(plan: Plan, compute: Compute, step: int) -> str:
+    """Return the message for a run that went out of memory after `step`, to be continued by what
+    the same command does. It names the settings that the Plan expects to take less than what this
+    run was planned to take and less than is there."""
+    device, micro_batch_size = compute.device, plan.micro_batch_size
+    there, held, planned, remedy = memory_bytes(device), held_by_others(device), "", ""
+    on = f"{device.type} has {there / 1e9:,.1f} GB" if there else device.type
+    beside = f", of which other programs hold {held / 1e9:,.1f} GB" if held else ""
+    if plan.built_by is None:
+        precision, drops_by_blocks = compute.precision, compute.drops_by_blocks
+        needed = plan_memory(plan, precision, drops_by_blocks=drops_by_blocks).total_bytes
+        planned = f" (planned: {needed / 1e9:,.1f} GB)"
+        usable = needed if there is None else min(needed, max(0, there - held - CONTEXT_BYTES))
+        ways = settings_that_fit(plan, usable, precision, drops_by_blocks=drops_by_blocks)
+        remedy = next((options for options, verdict in ways if verdict == "fits"), "")
+    elif micro_batch_size > 1:
+        rows = plan.batch_size // plan.layout.n_batch_shards
+        smaller = max(size for size in divisors(rows) if size < micro_batch_size)
+        remedy = f"--train.micro-batch-size {smaller}"
+    remedy = f"{remedy} takes less" if remedy else "a smaller model or more processes take less"
+    if device.type == "cuda" and not plan.config.train.offload:
+        remedy += ", and so does train.offload with parallel.zero"
+    return (
+        f"out of memory after step {step}, with {micro_batch_size} sequences at a time{planned}, "
+        f"where {on}{beside}: {remedy}"
+    )
 
 
 def _too_large(

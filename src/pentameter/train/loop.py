@@ -23,7 +23,13 @@ from pentameter.config.files.command_source import configuration_of
 from pentameter.config.files.load import Overrides, load_config
 from pentameter.config.schema import Config
 from pentameter.config.urls import given_path, shown_url, was_url
-from pentameter.errors import ConfigError, InterruptedRunError, StorageError, remark
+from pentameter.errors import (
+    ConfigError,
+    InterruptedRunError,
+    StorageError,
+    TrainingFailedError,
+    remark,
+)
 from pentameter.evaluate.split import perplexity
 from pentameter.machine.cores_and_memory import OtherPrograms
 from pentameter.optim.schedule import learning_rate
@@ -34,6 +40,7 @@ from pentameter.processes.group.world import World
 from pentameter.record.events import EndKind, EpochMetrics, ExpertMetrics, RunEnd, StepMetrics
 from pentameter.train.boundary import Boundary
 from pentameter.train.checked_graphs import refuse_wrong_graphs
+from pentameter.train.compute import is_out_of_memory, out_of_memory
 from pentameter.train.faults.guard import Guard
 from pentameter.train.faults.pace import RankPace
 from pentameter.train.faults.skipping import skip
@@ -151,9 +158,9 @@ class Trainer:
         number of steps, and goes on. Collective.
 
         Raises InterruptedRunError if a signal stopped the run (everything is saved by then, except
-        steps whose updates were skipped), TrainingFailedError if the loss stays non-finite or a
-        tensor to be saved is not finite, and ConfigError, CorruptError or StorageError for an
-        invalid configuration, data set or folder.
+        steps whose updates were skipped), TrainingFailedError if the loss stays non-finite, a
+        tensor to be saved is not finite or a step goes out of memory, and ConfigError, CorruptError
+        or StorageError for an invalid configuration, data set or folder.
         """
         if self._timed is None:
             return self._fit(self._hooks)
@@ -191,8 +198,11 @@ class Trainer:
                 end = loop.run_to_end()
             except Exception as error:
                 # Tell the other ranks at once that this one misses another: hooks may take long.
-                lost = loss_behind(error, run.world)
+                lost: Exception | None = loss_behind(error, run.world)
                 checkpoints.close()
+                if lost is None and is_out_of_memory(error):
+                    needed = out_of_memory(run.plan, run.compute, run.state.step)
+                    lost = TrainingFailedError(f"{needed}; {checkpoints}")
                 called.tell_error(run, lost or error)
                 run.copies.finish_after_error(lambda: signals.received is not None, console.say)
                 loop.boundary.tell_of_copies()
