@@ -67,6 +67,16 @@ def is_on_the_stack() -> bool:
     )
 
 
+def keeps_receives(name: str) -> Callable[[], bool]:
+    """A check that a pipeline stage keeps what it receives under a name."""
+
+    def check() -> bool:
+        stage = importlib.import_module("torch.distributed.pipelining.stage")
+        return re.search(rf"self\.{name}\b.* = ", inspect.getsource(stage)) is not None
+
+    return check
+
+
 class Interface(NamedTuple):
     """One row: the only file that may name it, by what, and whether this PyTorch has it."""
 
@@ -154,6 +164,16 @@ TABLE |= {
         "train/say/profile.py",
         r"memory\._dump_snapshot",
         has("torch.cuda.memory", "_dump_snapshot"),
+    ),
+    "args_recv_info": Interface(
+        "parallel/pipeline/bounded_stage.py",
+        r"\.args_recv_info\b",
+        keeps_receives("args_recv_info"),
+    ),
+    "grad_recv_info": Interface(
+        "parallel/pipeline/bounded_stage.py",
+        r"\.grad_recv_info\b",
+        keeps_receives("grad_recv_info"),
     ),
     "found_inf": Interface("optim/build.py", r"\.found_inf\b", leaves_out_an_update),
     "torch/nn/modules/module.py": Interface(
