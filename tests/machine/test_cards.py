@@ -20,6 +20,7 @@ from pentameter.machine.capabilities import (
 )
 from pentameter.machine.choices import choose_device, choose_precision
 from pentameter.model.attention.dot_product import repeats_kv_heads
+from pentameter.model.gpu.forms import PLAIN_FORMS
 from pentameter.model.grouped_matmul import at_once_obstacle
 from pentameter.parallel.context.block_kernels import BlockKernel, block_kernel
 from pentameter.parallel.context.run_attention import chip_obstacle
@@ -87,7 +88,7 @@ def row(card: str, monkeypatch: pytest.MonkeyPatch) -> str:
     plan = make_plan(
         load_config("gpt2-124m", {"train.micro_batch_size": None, "train.precision": precision})
     )
-    chosen = SimpleNamespace(device=device, precision=precision, drops_by_blocks=False)
+    chosen = SimpleNamespace(device=device, precision=precision, forms=PLAIN_FORMS)
     fitted = compute.fit_micro_batches(plan, chosen, World()).micro_batch_size
     told = (
         precision, grouped(masked=False), grouped(masked=True), kernel,

@@ -373,7 +373,7 @@ def out_of_memory(plan: Plan, compute: Compute, step: int) -> str:
     on = f"{device.type} has {there / 1e9:,.1f} GB" if there else device.type
     beside = f", of which other programs hold {held / 1e9:,.1f} GB" if held else ""
     if plan.built_by is None:
-        precision, drops_by_blocks = compute.precision, compute.drops_by_blocks
+        precision, drops_by_blocks = compute.precision, compute.forms.drops_by_blocks
         needed = plan_memory(plan, precision, drops_by_blocks=drops_by_blocks).total_bytes
         planned = f" (planned: {needed / 1e9:,.1f} GB)"
         usable = needed if there is None else min(needed, max(0, there - held - CONTEXT_BYTES))

@@ -8,6 +8,7 @@ from tiny_runs import fit, hashes
 
 from pentameter.config.files.load import load_config
 from pentameter.errors import TrainingFailedError
+from pentameter.model.gpu.forms import PLAIN_FORMS
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import make_plan
 from pentameter.processes.failures.failure import failure_of
@@ -65,7 +66,7 @@ def test_a_step_out_of_memory_names_what_fits_and_the_run_goes_on_with_it(
 
 
 def on_a_gpu(**train):
-    chosen = SimpleNamespace(device=torch.device("cuda"), precision="bf16", drops_by_blocks=False)
+    chosen = SimpleNamespace(device=torch.device("cuda"), precision="bf16", forms=PLAIN_FORMS)
     settings = {f"train.{name}": value for name, value in train.items()}
     plan = make_plan(load_config("gpt2-124m", {"train.tokens_per_step": 65536, **settings}))
     return out_of_memory(plan, chosen, 100)
