@@ -44,6 +44,7 @@ ITEMS = {  # item → (module, most seconds, measures)
     "numbers": ("gpu_day_right", 90, False),
     "memory": ("gpu_day_right", 90, False),
     "run": ("gpu_day_runs", 120, False),
+    "stall": ("gpu_day_runs", 90, False),
     "speak": ("gpu_day_runs", 100, False),
     "hang": ("gpu_day_hang", 100, False),
     "kernels": ("gpu_day_speed", 60, True),
@@ -54,7 +55,7 @@ ITEMS = {  # item → (module, most seconds, measures)
     "forms": ("gpu_day_pieces", 120, True),
     "124m": ("gpu_day_speed", 130, True),
     "char": ("gpu_day_speed", 90, True),
-    "time": ("gpu_day_runs", 100, True),
+    "time": ("gpu_day_runs", 100, False),
 }
 AT_ONCE = {"cuda": 12}
 """Items whose times mean nothing that run side by side, by device; two on others."""

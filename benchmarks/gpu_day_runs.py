@@ -89,7 +89,7 @@ def done(command: list[str], log: Path) -> int:
 
 def of_run(tell: Tell, device: torch.device, folder: Path) -> None:
     """Tell whether a run that is killed on the device, goes on on the CPU, is killed and goes on on
-    the device has the numbers of one that nobody disturbed; and how long a save holds up a step."""
+    the device has the numbers of one that nobody disturbed, and repeats its bits."""
     small, log = folder / "small.toml", folder / "run.log"
     log_every = ("--log.interval", "1")
     n_steps, stops = (120, (30, 70)) if device.type == "cuda" else (40, (12, 24))
@@ -120,13 +120,18 @@ def of_run(tell: Tell, device: torch.device, folder: Path) -> None:
         resumes=len(events(killed, "resume")),
         repeats_its_bits=losses(again) == whole,
     )
+
+
+def of_stall(tell: Tell, device: torch.device, folder: Path) -> None:
+    """Tell how long a save beside training holds up a step."""
     large = folder / "large.toml"
     on_gpu = device.type == "cuda"
     sizes = {"context": 1024, "layers": 12, "width": 768, "rows": 16, "steps": 330, "interval": 110}
     if not on_gpu:
         sizes = {"context": 32, "layers": 2, "width": 48, "rows": 2, "steps": 12, "interval": 4}
     large.write_text(LARGE.format(**sizes))
-    code = done(command_of(folder / "large", large, *here), log)
+    here = ("--train.device", device.type, "--log.interval", "1")
+    code = done(command_of(folder / "large", large, *here), folder / "stall.log")
     seconds = [row["step_seconds"] for row in events(folder / "large", "train")]
     saves = events(folder / "large", "checkpoint")
     tell(
