@@ -186,6 +186,14 @@ def layer(tell: Tell, device: torch.device) -> None:
             host_ms=1e3 * host,
             peak_gb=peak / 1e9,
         )
+        if at_once and device.type == "cuda":
+            with torch.profiler.profile() as profile:
+                step()
+                wait(device)
+            events = [each for each in profile.key_averages() if each.self_device_time_total]
+            events.sort(key=lambda each: -each.self_device_time_total)
+            top = [(e.key[:70], e.count, e.self_device_time_total / 1e3) for e in events[:24]]
+            tell(layer="operations and kernels", name_count_ms=top)
     tell(layer="equality", **{k: off(results[True][k], results[False][k]) for k in results[True]})
 
 
