@@ -53,6 +53,7 @@ ITEMS = {  # item → (module, most seconds, measures)
     "mixtures": ("gpu_day_experts", 75, True),
     "fp8": ("gpu_day_fp8", 30, True),
     "forms": ("gpu_day_pieces", 120, True),
+    "stream": ("gpu_day_speed", 75, True),
     "124m": ("gpu_day_speed", 130, True),
     "char": ("gpu_day_speed", 90, True),
     "time": ("gpu_day_runs", 100, False),

@@ -128,3 +128,40 @@ def of_char(tell: Tell, device: torch.device, folder: Path) -> None:
         seconds: list[float] = []
         steps(plan_of(sections), device, "bf16", compiled=True, n=60, late=late, seconds=seconds)
         tell(late=late, step_ms=1000 * statistics.median(seconds[20:]))
+
+
+def of_stream(tell: Tell, device: torch.device, folder: Path) -> None:
+    """Tell what forward and backward of GPT-2 (124M) take with the residual stream in fp32 and in
+    bf16, by turns, and the loss and gradient norm of both."""
+    from gpu_day_cases import keyed_batch
+    from pentameter.model.gpu.forms import GpuForms
+    from pentameter.parallel.assemble import assemble
+
+    is_gpu = device.type == "cuda"
+    model: dict[str, Any] = {"dropout": 0.0, "bias": True}
+    if is_gpu:
+        model |= {"vocab_size": 50257, "vocab_multiple": 128, "context_length": 1024}
+        model |= {"n_layers": 12, "d_model": 768, "attention": {"n_heads": 12}}
+    rows = 64 if is_gpu else 2
+    forms: dict[str, Callable[[], Any]] = {}
+    for stream in ("weights", "bf16"):
+        train = {"batch_size": rows, "micro_batch_size": rows, "precision": "bf16"}
+        plan = plan_of({"model": model, "train": {**train, "stream": stream}})
+        faster = GpuForms(precise_sums=is_gpu, one_pass_loss=is_gpu)
+        engine = assemble(plan, device, "bf16", compiled=is_gpu, forms=faster)
+        batch = keyed_batch(plan, 0, engine.rows)
+
+        def work(engine: Any = engine, batch: Any = batch) -> Any:
+            loss = engine.forward_backward(batch, 0)
+            norm = engine.gradient_norm()
+            engine.zero_gradients()
+            return loss, norm
+
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        loss, norm = work()
+        peak = torch.cuda.max_memory_allocated() / 1e6 if is_gpu else 0
+        graph = [module.graph_obstacle for module in engine.stage_modules]
+        tell(stream=stream, loss=float(loss.mean), norm=float(norm), peak_MB=peak, graph=graph)
+        forms[stream] = work
+    tell(ms=in_turns(forms, device))

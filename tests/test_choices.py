@@ -380,6 +380,12 @@ def test_a_value_that_nobody_knows_is_refused_by_name(path, place):
     assert str(planted) in str(caught.value)
 
 
+def test_the_fused_step_carries_no_stream_in_bf16():
+    train = {"precision": "bf16", "stream": "bf16"}
+    plan = make_plan(BASE.updated({f"train.{key}": word for key, word in train.items()}))
+    assert plan.fused_obstacle == "train.stream='bf16'"
+
+
 @pytest.mark.parametrize("key", sorted(BASE.parallel.model_fields_set | {"tensor", "zero"}))
 def test_the_fused_step_runs_copies_only(key):
     plan = make_plan(BASE.model_copy(update={"train": BASE.train}))

@@ -123,6 +123,14 @@ def test_overrides(overrides, path, value):
     assert type(found) is type(value)
 
 
+@pytest.mark.parametrize("precision", ["auto", "fp32", "fp16", "fp64"])
+def test_a_stream_in_bf16_needs_that_precision(precision):
+    asked = ["--train.stream", "bf16", "--train.precision"]
+    assert load_config("quickstart", [*asked, "bf16"]).train.stream == "bf16"
+    with pytest.raises(ConfigError, match=r"train\.stream='bf16' .*set train\.precision='bf16'"):
+        load_config("quickstart", [*asked, precision])
+
+
 def test_the_newer_of_an_exclusive_pair_wins(toml):
     config = load_config("quickstart", ["--train.tokens-per-step", "1024"])
     assert (config.train.batch_size, config.train.tokens_per_step) == (None, 1024)

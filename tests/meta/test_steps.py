@@ -154,6 +154,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "some of experts recomputed": {"train.activation_checkpoint": "selective", **EXPERTS},
     "recomputed latents": {"train.activation_checkpoint": "selective", **LATENT},
     "bf16": {"train.precision": "bf16"},
+    "a stream in bf16": {"train.precision": "bf16", "train.stream": "bf16", **EXPERTS},
     "tf32": {"train.precision": "tf32"},
     "fp16": {"train.precision": "fp16"},
     "fp64": {"train.precision": "fp64", **EXPERTS},
@@ -237,7 +238,8 @@ KEYS = [path for path in leaves() if path.startswith("model.")]
 
 
 @pytest.mark.parametrize(
-    "path", [*KEYS, "optimizer.name", "train.activation_checkpoint", "train.precision"]
+    "path",
+    [*KEYS, "optimizer.name", "train.activation_checkpoint", "train.precision", "train.stream"],
 )
 def test_every_word_is_in_the_table(path):
     words = {word for option in leaves()[path].options for word in choices_of(option)}

@@ -111,6 +111,61 @@ def test_experts_whose_weights_zero_gathers_in_16_bits_are_recomputed(processes,
     )
 
 
+STREAM = {**TRAIN, "stream": "bf16"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pipeline=2",
+        "pipeline=2,schedule=zero-bubble",
+        "tensor=2",
+        "tensor=2,sequence=1",
+        "context=2",
+        "data=2,zero=3",
+        "tensor=4,tensor_mode=2d",
+    ],
+)
+def test_a_stream_in_bf16_is_the_same_on_every_layout(processes, layout):
+    alone = losses_and_norms(World(), configuration("data=1", {}, STREAM))
+    for found in processes.run(
+        parse_layout(layout).world_size, losses_and_norms, configuration(layout, {}, STREAM)
+    ):
+        assert found == pytest.approx(alone, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    "model", [{"norm": "rmsnorm"}, {"norm_position": "post"}, {"norm_position": "output"}, EXPERTS]
+)
+@pytest.mark.parametrize("how", [None, "full"])
+def test_a_stream_in_bf16_is_off_by_its_rounding(model, how):
+    narrow, wide = (
+        configuration("data=1", model, {**train, "activation_checkpoint": how})
+        for train in (STREAM, TRAIN)
+    )
+    found, expected = (losses_and_norms(World(), each) for each in (narrow, wide))
+    assert found != expected
+    assert found == pytest.approx(expected, rel=2e-2)
+    assert streams_of(engine_of(World(), narrow)[1]) == {torch.bfloat16}
+    once, again = (engine_of(World(), each)[1].evaluate(whole_batch()) for each in (narrow, wide))
+    assert once == again  # as sampling, in the weights' dtype
+
+
+def streams_of(engine):
+    """The dtypes of what enters and leaves the blocks in a step, and of its gradients."""
+    found = set()
+
+    def see(module, inputs, output):
+        for each in (inputs[0], output):
+            found.add(each.dtype)
+            each.register_hook(lambda gradient: found.add(gradient.dtype))
+
+    for block in engine.model.blocks.values():
+        block.register_forward_hook(see)
+    engine.forward_backward(own_batch(engine, 0), 0)
+    return found
+
+
 def losses_and_norms(world, config):
     engine = engine_of(world, config)[1]
     found = []

@@ -30,6 +30,7 @@ SMALL_CHUNKS = {
     "pentameter.model.loss.MAX_LOGITS": 26,
 }
 BF16 = {"precision": "bf16"}
+STREAM = {**BF16, "stream": "bf16"}
 UNTIED = {"tied_head": False}
 PLAIN = {"bias": False, "qkv_bias": False, "norm": "rmsnorm", "positions": "sinusoidal"}
 
@@ -84,6 +85,7 @@ CASES = [
     ("tensor=2,sequence=1", UNTIED, {"activation_checkpoint": "selective"}, {}),
     ("pipeline=2,schedule=gpipe", {}, {}, {}),
     ("pipeline=2", UNTIED, BF16, {}),
+    ("pipeline=2", UNTIED, STREAM, {}),
     ("pipeline=2,schedule=interleaved,virtual_stages=2", {}, {}, {}),
     ("pipeline=2,schedule=zero-bubble", {}, {}, {}),
     ("pipeline=2,schedule=zero-bubble-v,virtual_stages=2", {}, {}, {}),
@@ -95,6 +97,8 @@ CASES = [
     ("tensor=2,pipeline=2", PLAIN, {}, {}),
     ("data=2,tensor=2,pipeline=2", {}, {}, {}),
     ("tensor=2,pipeline=2,schedule=zero-bubble-v,virtual_stages=2", UNTIED, {}, {}),
+    ("tensor=2,pipeline=2,sequence=1", {"norm_position": "post"}, STREAM, {}),
+    ("data=2,tensor=2,pipeline=2", {}, STREAM, {}),
     ("tensor=2,pipeline=2", {"context_length": 9}, {}, {}),  # messages of 9 tokens stay whole
     ("data=2,tensor=2,pipeline=2,zero=3", {}, BF16, {}),
     ("context=2", {}, {}, SMALL_BUCKETS),
@@ -174,6 +178,7 @@ OF_EXPERTS = [
     ("data=2,expert=2", SHARED, {**BF16, "activation_checkpoint": "full"}),
     ("tensor=2,expert=2", {**EXPERTS, "dropout": 0.0}, {"activation_checkpoint": "full"}),
     ("data=2,tensor=2,zero=3,expert=2", SHARED, BF16),
+    ("data=2,tensor=2,zero=3,expert=2", SHARED, STREAM),
     LONG("data=4,zero=1,replicate=2,expert_tensor=2", SHARED, {}),
     LONG("tensor=2,sequence=1,expert=2", EXPERTS, {"activation_checkpoint": "selective"}),
     LONG("tensor=2,expert_tensor=2", EXPERTS, {**BF16, "activation_checkpoint": "selective"}),

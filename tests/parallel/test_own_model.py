@@ -164,6 +164,10 @@ def test_the_plan_divides_bytes_as_styles_and_shards_do():
         ({"parallel": {"tensor": 2}}, "give pm.OwnModel a `tensor_table`"),
         ({"parallel": {"pipeline": 2}}, "give pm.OwnModel a `slice`"),
         ({"parallel": {"context": 2}}, "mixes its positions"),
+        (
+            {"train": {"precision": "bf16", "stream": "bf16"}},
+            "train.stream='bf16' is of the built-in model",
+        ),
         ({"parallel": {"tensor": 4, "tensor_mode": "2d"}}, "'2d' splits activations by row"),
         ({"lora": {"rank": 2}}, "give pm.OwnModel `blocks`"),
         ({"parallel": {"partition": "weighted"}}, "use 'uniform'"),

@@ -28,6 +28,7 @@ ADDED_UP = {"batch_size": 4, "micro_batch_size": 1}
 PIPELINED = {"batch_size": 8, "micro_batch_size": 1}
 IN_FOUR = {"batch_size": 8, "micro_batch_size": 2}
 BF16 = {"precision": "bf16"}
+STREAM = {**BF16, "stream": "bf16"}
 
 LONG_TIER = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -70,6 +71,9 @@ ACTIVATIONS = [
     ("tensor=2", {**LONG, "attention_dropout": 0.1}, AT_ONCE),
     ("tensor=2,sequence=1", LONG, {**AT_ONCE, **BF16}),
     ("tensor=2,pipeline=2", LONG, {**PIPELINED, **BF16}),
+    ("data=2", LONG, {**AT_ONCE, **STREAM}),
+    ("data=2", LONG, {**AT_ONCE, **STREAM, "activation_checkpoint": "full"}),
+    ("tensor=2,pipeline=2", LONG, {**PIPELINED, **STREAM}),
     ("data=2", {**LONG, "activation": "relu", "norm_position": "post"}, AT_ONCE),
     ("data=2", LONG, {**AT_ONCE, "activation_checkpoint": "full"}),
     ("data=2", LONG, {**AT_ONCE, "activation_checkpoint": "selective"}),

@@ -28,6 +28,8 @@ from pentameter.planning.plan import make_plan
 from pentameter.planning.sub_layers.attention import SINK_CHANNELS
 
 B, T, D, L, V = 2, 16, 24, 3, 40
+STATISTICS = 2 * 2 * 4 * B * T
+"""Bytes of the mean and deviation of a block's two norms, which are not counted."""
 BASE = ModelConfig(
     vocab_size=V, context_length=T, n_layers=L, n_heads=4, d_model=D, bias=True, qkv_bias=True
 )
@@ -114,9 +116,10 @@ def variant(name: str) -> ModelConfig:
     return BASE.updated(VARIANTS[name])
 
 
-def resolved(model: ModelConfig) -> Config:
+def resolved(model: ModelConfig, stream: str = "weights") -> Config:
     """A configuration with nothing left to be derived."""
-    train = {"batch_size": B, "micro_batch_size": B, "precision": "fp32"}
+    precision = "fp32" if stream == "weights" else stream
+    train = {"batch_size": B, "micro_batch_size": B, "precision": precision, "stream": stream}
     values = {"model": model.model_dump(), "data": {"corpus": "grammar"}, "train": train}
     return make_plan(Config.model_validate(values)).config
 
@@ -187,11 +190,13 @@ def test_a_slice_runs_its_part_of_the_list(name: str, layers: tuple[int, int]) -
     assert {op.layer for op in part} - {None} == set(range(*layers))
 
 
-def saved_by_a_block(config: ModelConfig) -> int:
-    """Bytes that one block more saves for backward: storages, parameters not counted."""
+def saved_by_a_block(config: ModelConfig, stream: torch.dtype | None = None) -> int:
+    """Bytes that one block more saves for backward: storages, parameters not counted; with a
+    `stream`, under autocast to that dtype."""
     kept = []
     for n_layers in (2, 3):
         model = build_model(config.model_copy(update={"n_layers": n_layers}), 0).train()
+        model.stream_dtype = stream
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         storages: dict[int, torch.UntypedStorage] = {}
 
@@ -201,7 +206,10 @@ def saved_by_a_block(config: ModelConfig) -> int:
                 storages[storage.data_ptr()] = storage
             return tensor
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with (
+            saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", stream, enabled=stream is not None),
+        ):
             loss = a_step(model)
         kept.append(sum(storage.nbytes() for storage in storages.values()))
         del loss
@@ -226,13 +234,23 @@ def test_a_block_of_experts_saves_nearly_what_the_list_says(name: str) -> None:
     assert saved_by_a_block(model) == pytest.approx(planned, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_position": "post"}, {"parallel_residual": True}, {"dropout": 0.1}]
+)
+def test_a_block_saves_what_the_list_says_of_a_stream_in_bf16(changes: dict[str, object]) -> None:
+    """A norm's input is widened before it, once where two norms read it."""
+    model = BASE.updated(changes)
+    block = [op for op in operations(model) if op.layer == 1]
+    planned = ActivationBytes(Step(resolved(model, "bf16"), Layout())).kept_of_block(block)
+    assert saved_by_a_block(model, torch.bfloat16) == planned + STATISTICS
+
+
 def planned_of_a_block(model: ModelConfig) -> int:
     """Planned bytes that one block saves for backward."""
     costs = ActivationBytes(Step(resolved(model), Layout()))
     block = [op for op in operations(model) if op.layer == 1]
     planned = costs.of(tensor for op in block for tensor in op.saves)
-    statistics = 2 * 2 * 4 * B * T  # mean and deviation of both norms, which are not counted
-    return planned + statistics
+    return planned + STATISTICS
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ class NumberFormats(NamedTuple):
     """The dtypes (torch's names) that a precision computes with."""
 
     weights: Literal["float64", "float32"]
-    """Dtype of weights, gradients, optimizer state and the residual stream."""
+    """Dtype of weights, gradients, optimizer state and, unless `train.stream` narrows it, the
+    residual stream."""
     products: Literal["float64", "float32", "bfloat16", "float16"]
     """Dtype of matmul inputs."""
     roundoff: float
@@ -60,6 +61,9 @@ PRECISIONS: Mapping[str, NumberFormats] = {
 BESIDE = {"fp8": ("auto", "bf16", "fp32", "fp64")}
 """`train.matmuls` → the values of `train.precision` that go with it. On a GPU it is bf16 alone; a
 CPU emulates the 8 bits, in fp64 to compare layouts."""
+
+STREAMS: Mapping[str, Literal["bfloat16"] | None] = {"weights": None, "bf16": "bfloat16"}
+"""`train.stream` → the residual stream's dtype in training; None for the weights' dtype."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

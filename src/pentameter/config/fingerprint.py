@@ -50,6 +50,8 @@ def defining_values(config: Config) -> dict[str, Any]:
             del values[path]
     if config.data.template_date == TEMPLATE_DATE:  # as above
         del values["data.template_date"]
+    if config.train.stream == "weights":  # as above
+        del values["train.stream"]
     if config.lora.rank is None:  # as above
         values = {path: value for path, value in values.items() if not path.startswith("lora.")}
     guard = config.guard

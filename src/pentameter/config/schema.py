@@ -135,6 +135,9 @@ class TrainConfig(Section):
     and of inputs' gradients to 8 bits (e4m3), with a scale for each row; weights' gradients,
     experts, router and head stay in bf16. It needs an NVIDIA GPU of compute capability 8.9 or
     higher, and no parallel.tensor; a CPU emulates it."""
+    stream: Literal["weights", "bf16"] = "weights"
+    """Dtype of the residual stream in training. `bf16` halves what blocks read, keep and send
+    between pipeline stages, and rounds each sum into the stream; needs precision bf16."""
     activation_checkpoint: Literal["selective", "full"] | None = None
     """Recompute activations in the backward pass to save memory: `full` keeps a block's input only,
     `selective` also the results of its matmuls and of fused attention."""
@@ -188,6 +191,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.steps={self.steps} and train.epochs={self.epochs} exclude each other; set "
                 f"one to {ABSENT!r}"
+            )
+        if self.stream not in ("weights", self.precision):
+            raise ValueError(
+                f"train.stream={self.stream!r} rounds the residual stream of a run whose matmuls "
+                f"are in {self.stream}, and train.precision is {self.precision!r}; set "
+                f"train.precision={self.stream!r}, or train.stream='weights'"
             )
         return self
 

@@ -10,6 +10,7 @@ Shapes: B batch, T tokens, D d_model, H heads, K head size, V vocabulary (padded
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,8 @@ class GPT(nn.Module):
         self.stream_channels = slice(None)
         """Slice of the residual stream's channels that this rank has; all, unless ranks shard
         channels and set it."""
+        self.stream_dtype: torch.dtype | None = None
+        """Dtype of the residual stream in training; None for the embeddings'. Set from outside."""
         V, D = config.padded_vocab_size, config.d_model
 
         if self.is_first or (self.is_last and config.tied_head):
@@ -161,6 +164,8 @@ class GPT(nn.Module):
         if self.is_first:
             x = self.embed(x, of_stream)
             x = self.embedding_dropout(x, dropout_keys, of_stream)
+            if self.training and self.stream_dtype is not None:
+                x = x.to(self.stream_dtype)
         rotary = rotation(positions, self.config, x.dtype)
         all_positions = Positions(of_stream, positions, rotary)
         for block in self.blocks.values():
@@ -168,7 +173,7 @@ class GPT(nn.Module):
         if cache is not None:
             cache.advance(n_new)
         if self.is_last and self.has_final_norm:
-            x = self.final_norm(x)
+            x = self.final_norm(_wide(x, self.final_norm))
         return x
 
     def _positions(self, n_past: int, n_new: int, device: torch.device) -> Tensor:
@@ -260,19 +265,24 @@ class Block(nn.Module):
         """Return the residual stream (B, T, D) after this layer, from x (B, T, D) before it.
         `positions` are the tokens', for attention and dropout. Dropout acts in training if
         `dropout_keys`, int32 (B, n_sites, 2), are given. Attention appends its keys and values to
-        `cache`, if given, and reads it."""
-        stream = x
+        `cache`, if given, and reads it. Norms compute in their weights' dtype; in training the
+        stream keeps its own."""
+        dtype, reads = x.dtype, None
         for norm, sub_layer in self.sub_layers():
             match self.norm_position:
                 case "pre":
-                    reads = stream if self.parallel_residual else x
+                    if reads is None or not self.parallel_residual:
+                        reads = _wide(x, norm)
                     x = x + sub_layer(norm(reads), positions, dropout_keys, cache)
                 case "post":
-                    x = norm(x + sub_layer(x, positions, dropout_keys, cache))
+                    x = x + sub_layer(x, positions, dropout_keys, cache)
+                    x = norm(_wide(x, norm))
                 case "output":
                     x = x + norm(sub_layer(x, positions, dropout_keys, cache))
                 case unknown:
                     refuse_unknown(unknown, "model.norm_position", "the model")
+            if self.training:
+                x = x.to(dtype)
         return x
 
 
@@ -312,6 +322,12 @@ def build_model(
     model.to_empty(device=device)
     initialize(model, config, seed)
     return model
+
+
+def _wide(x: Tensor, norm: Any) -> Tensor:
+    """Return the stream x (B, T, D) in the dtype of the norm's weight if that is wider: autocast
+    would widen it on a GPU, and not on a CPU."""
+    return x.to(torch.promote_types(x.dtype, norm.weight.dtype))
 
 
 def _norm(config: ModelConfig) -> nn.Module:

@@ -54,7 +54,8 @@ def assemble(
     world = world or World()
     set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(plan.layout, device.type, world)
-    computes_in = arithmetic(precision, forms, plan.config.train.matmuls)
+    train = plan.config.train
+    computes_in = arithmetic(precision, forms, train.matmuls, train.stream)
     n_stages = plan.layout.n_stages
     shards_messages = plan.sharding.shards_messages(plan.config.model.context_length)
     modules: dict[int, StageModule] = {}

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from pentameter.config.choices import PRECISIONS, look_up, refuse_unknown
+from pentameter.config.choices import PRECISIONS, STREAMS, look_up, refuse_unknown
 from pentameter.config.section import NonNegative, Positive, PositiveFloat
 from pentameter.model.fp8_matmul import Fp8Matmul
 from pentameter.model.gpu.forms import PLAIN_FORMS, GpuForms
@@ -37,9 +37,11 @@ class Arithmetic:
     """The `train.precision` value. Custom operations, which take no objects, get this string and
     look up the rest."""
     weights: torch.dtype
-    """Dtype of weights, gradients, optimizer state and the residual stream."""
+    """Dtype of weights, gradients and optimizer state."""
     products: torch.dtype
     """Dtype of matmul inputs."""
+    stream: torch.dtype
+    """Dtype of the residual stream in training; elsewhere it has the weights'."""
     matmul: Matmul
     in_blocks: Matmul
     """The matmul of the blocks' linear layers if `train.matmuls` asks for one, else PLAIN."""
@@ -59,13 +61,18 @@ class Arithmetic:
 
 
 def arithmetic(
-    precision: str, forms: GpuForms = PLAIN_FORMS, matmuls: Literal["fp8"] | None = None
+    precision: str,
+    forms: GpuForms = PLAIN_FORMS,
+    matmuls: Literal["fp8"] | None = None,
+    stream: str = "weights",
 ) -> Arithmetic:
     """Return the Arithmetic (dtypes, matmul and kernels) for a `train.precision`, with the faster
-    kernels that `forms` names, and for `train.matmuls`. Raises ConfigError for an unknown one, and
-    for `auto`, which must be resolved before."""
+    kernels that `forms` names, and for `train.matmuls` and `train.stream`. Raises ConfigError for
+    an unknown one, and for `auto`, which must be resolved before."""
     numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
     weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
+    narrow = look_up(STREAMS, stream, "train.stream", "the engine")
+    streams = weights if narrow is None else getattr(torch, narrow)
     matmul = forms.matmul(MATMULS[precision])
     match matmuls:
         case None:
@@ -74,7 +81,7 @@ def arithmetic(
             in_blocks = Fp8Matmul(products)
         case unknown:
             refuse_unknown(unknown, "train.matmuls", "the engine")
-    return Arithmetic(precision, weights, products, matmul, in_blocks, forms)
+    return Arithmetic(precision, weights, products, streams, matmul, in_blocks, forms)
 
 
 def set_matmul_precision(

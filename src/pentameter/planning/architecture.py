@@ -30,8 +30,8 @@ the inner dimension between an adapter's two matrices.
 `AXIS_DIMENSIONS` in `planning/layouts/sharding.py` says which mesh dimensions shard each axis.
 """
 
-ActivationType = Literal["weights", "products", "softmax", "float32", "bool"]
-"""An activation's dtype: `weights` (also the residual stream's), `products` (matmul inputs'),
+ActivationType = Literal["weights", "stream", "products", "softmax", "float32", "bool"]
+"""An activation's dtype: `weights`, `stream` (the residual stream's), `products` (matmul inputs'),
 `softmax` (the weights', but at least float32), or a fixed one."""
 
 Role = Literal[
@@ -216,7 +216,9 @@ class Operation:
         return sum(spec.n_active for spec in self.parameters if spec.is_matrix)
 
 
-def residual_stream(model: ModelConfig, name: str) -> ActivationTensor:
+def residual_stream(
+    model: ModelConfig, name: str, dtype: ActivationType = "stream"
+) -> ActivationTensor:
     """Return an ActivationTensor called `name` for the residual stream, (T, D) per sequence."""
     shape = (model.context_length, model.d_model)
-    return ActivationTensor(name, shape, ("time", "embed"), "weights")
+    return ActivationTensor(name, shape, ("time", "embed"), dtype)

@@ -62,8 +62,9 @@ def fused_obstacle(config: Config, layout: Layout, built_by: str | None = None) 
     for name, value in asdict(layout).items():
         if value != copies[name]:
             return f"parallel.{name}={value}"
-    how = config.train.activation_checkpoint
-    return None if how is None else f"train.activation_checkpoint={how!r}"
+    usual = {"stream": "weights", "activation_checkpoint": None}
+    found = ((key, getattr(config.train, key)) for key in usual)
+    return next((f"train.{key}={value!r}" for key, value in found if value != usual[key]), None)
 
 
 MOST_KERNEL_CHANNELS = 128

@@ -133,7 +133,7 @@ def _add_embedding(build: OperationList) -> None:
     `build`, then the dropout on their sum, which is the residual stream."""
     for name in ("token_embedding", "position_embedding"):
         if f"{name}.weight" in build.specs:
-            build.matrix(name, "look_up", (), residual_stream(build.model, name))
+            build.matrix(name, "look_up", (), residual_stream(build.model, name, "weights"))
     build.dropout("embedding_dropout", build.model.embedding_dropout_rate)
 
 
@@ -153,7 +153,7 @@ def _add_block(build: OperationList, layer: int) -> None:
                 x = total
             case "post":
                 sub_layer.add_operations(build, path, x)
-                x = build.norm(f"{path}_norm", total)
+                x = replace(build.norm(f"{path}_norm", total), dtype="stream")
             case "output":
                 sub_layer.add_operations(build, path, x)
                 build.norm(f"{path}_norm", residual_stream(model, f"{path}.added"))

@@ -167,7 +167,7 @@ class _RankCommunication:
 
     def count_messages(self) -> None:
         """Count the pipeline's messages: the residual stream sent to the next stage and its
-        gradient sent back, in the weights' dtype, per micro-batch. Tensor-parallel ranks send one
+        gradient sent back, in the stream's dtype, per micro-batch. Tensor-parallel ranks send one
         shard each, and all-gather the shards they receive if each needs the whole stream."""
         if self.layout.pipeline == 1:
             return

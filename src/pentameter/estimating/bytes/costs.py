@@ -17,6 +17,7 @@ from typing import NamedTuple
 from pentameter.config.choices import (
     DTYPE_BYTES,
     PRECISIONS,
+    STREAMS,
     NumberFormats,
     look_up,
     refuse_unknown,
@@ -96,8 +97,14 @@ class Step:
 
     @cached_property
     def element_bytes(self) -> int:
-        """Bytes per element in weights and in the residual stream."""
+        """Bytes per element in weights."""
         return DTYPE_BYTES[self._numbers.weights]
+
+    @cached_property
+    def stream_bytes(self) -> int:
+        """Bytes per element in the residual stream."""
+        narrow = look_up(STREAMS, self.config.train.stream, "train.stream", "the planner")
+        return DTYPE_BYTES[narrow or self._numbers.weights]
 
     @cached_property
     def product_bytes(self) -> int:
@@ -135,6 +142,8 @@ class Step:
         match tensor.dtype:
             case "weights":
                 return self.element_bytes
+            case "stream":
+                return self.stream_bytes
             case "products":
                 return self.product_bytes
             case "softmax":

@@ -307,11 +307,12 @@ class _OperationTime(_ElementwiseTime):
         rounding, adding = self._weight_bytes(op.parameters)
         if not self.joins and self.step.rounds_weights:  # inputs and gradients, each separately
             both = 1 + self.step.element_bytes / self.step.product_bytes
-            if x.dtype == "weights":
+            if self.step.bytes_of(x) > self.step.product_bytes:
                 one = both * self.bytes.of([replace(x, dtype="products")])
                 forward += self._moving(one)
                 to_input += self._moving(one)
-            if op.result.axes[1] == "embed":  # output added to the stream
+            is_added = op.result.axes[1] == "embed"  # to the stream
+            if is_added and self.step.stream_bytes > self.step.product_bytes:
                 to_input += self._moving(both * self.bytes.of([op.result]))
         to_weight = to_weight + self._moving(adding) if op.is_trained else 0.0
         return PassSeconds(forward + self._moving(rounding), to_input, to_weight)

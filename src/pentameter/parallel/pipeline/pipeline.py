@@ -73,10 +73,11 @@ class Pipeline:
         self._plan = plan
         self.group = group
         self._device = module.device
-        self._stream_dtype = next(module.model.parameters()).dtype
-        self._logits_dtype = self._stream_dtype  # StageModule does not round them, unless sharded
+        self._arithmetic = module.arithmetic
+        # StageModule does not round logits, unless sharded.
+        self._logits_dtype = self._arithmetic.weights
         if plan.layout.zero:
-            self._logits_dtype = module.arithmetic.products
+            self._logits_dtype = self._arithmetic.products
         self._holds_first = 0 in modules
         self._reads_inputs = any(
             isinstance(each, StageModule) and each.reads_inputs for each in modules.values()
@@ -229,13 +230,14 @@ class Pipeline:
             *plan.sharding.local_shape(
                 residual_stream(plan.config.model, "stream").shape, ("message", "embed")
             ),
-            dtype=self._stream_dtype,
+            dtype=self._arithmetic.stream if use == "train" else self._arithmetic.weights,
             requires_grad=has_loss,
             **on_meta,
         )
         if has_loss:  # summed losses are fp32 or fp64
             n_losses = micro_batch_size if use == "rows" else 1
-            output = torch.empty(n_losses, dtype=self._stream_dtype, requires_grad=True, **on_meta)
+            dtype = self._arithmetic.weights
+            output = torch.empty(n_losses, dtype=dtype, requires_grad=True, **on_meta)
         else:
             shape = (micro_batch_size, T, plan.vocab_size_padded)
             output = torch.empty(shape, dtype=self._logits_dtype, **on_meta)

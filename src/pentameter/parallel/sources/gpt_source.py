@@ -57,6 +57,7 @@ class GPTSource(ModelSource):
             model = GPT(plan.config.model, first_layer=layers.start, last_layer=layers.stop)
             model.to(arithmetic.weights)
         install_forwards(model.blocks, arithmetic.in_blocks, {})
+        model.stream_dtype = arithmetic.stream
         forwards: dict[nn.Module, Forward] = {}
         if layout.shards_experts:
             # The time of DTensor's first operations is exponential in a mesh's dimensions.

@@ -55,8 +55,9 @@ def check_custom_layout(
     _check_places(sharding_of(layout, config.model), config.model, local_size)
     whose = f"the module that {outline.built_by} builds"
     _check_adapters(config.lora, layout)
-    if (matmuls := config.train.matmuls) is not None:
-        raise ConfigError(f"train.matmuls={matmuls!r} is of the built-in model, not {whose}")
+    for key, usual in (("matmuls", None), ("stream", "weights")):
+        if (asked := getattr(config.train, key)) != usual:
+            raise ConfigError(f"train.{key}={asked!r} is of the built-in model, not {whose}")
     if layout.context > 1:
         raise ConfigError(
             f"parallel.context={layout.context} splits each sequence, and {whose} mixes its "

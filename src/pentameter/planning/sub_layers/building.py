@@ -123,8 +123,9 @@ class OperationList:
     def norm(self, name: str, x: ActivationTensor) -> ActivationTensor:
         """Append a norm on the residual stream x, whose parameters are `name`.weight and perhaps
         `name`.bias, and return the result."""
-        result = residual_stream(self.model, name)
-        self.add(name, "norm", (x,), result, parameters=self.parameters(name), saves=(x,))
+        result = residual_stream(self.model, name, "weights")
+        saves = (replace(x, dtype="weights"),)
+        self.add(name, "norm", (x,), result, parameters=self.parameters(name), saves=saves)
         return result
 
     def linear(self, name: str, x: ActivationTensor) -> ActivationTensor:
