@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pentameter.config.schema import Config
+from pentameter.errors import ConfigError
 from pentameter.fused_cpu import native
 from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machine_capabilities
 from pentameter.machine.fastest_matmul import Ceiling
@@ -371,3 +372,14 @@ def test_the_engine_multiplies_experts_as_it_is_told(at_once):
     engine = assemble(plan(**EXPERTS), torch.device("cpu"), "bf16", compiled=False, forms=forms)
     found = [each.at_once for each in engine.models[0].modules() if isinstance(each, Experts)]
     assert found == [at_once]
+
+
+def test_8_bits_are_refused_where_a_gpu_has_none_and_emulated_on_a_cpu():
+    def check(device):
+        compute._check_matmuls("fp8", torch.device(device), "bf16", capabilities, World())
+
+    gpu = GpuCapabilities("NVIDIA A100", "sm_80", 2**36)
+    capabilities = Capabilities(machine_capabilities().cpu, (gpu,), "cuda 13.0", mps=False)
+    check("cpu")
+    with pytest.raises(ConfigError, match=r"'fp8' is not possible on NVIDIA A100: .* 8\.9"):
+        check("cuda:0")
