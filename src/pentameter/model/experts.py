@@ -480,9 +480,10 @@ class Experts(nn.Module):
 def _mixed(outputs: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sums (N, D) of outputs (R, D), k adjacent rows for each token, whose
     weights are (N, k); added in the order of k."""
-    n_chosen = weights.shape[1]
-    rows = outputs.unflatten(0, (-1, n_chosen))
-    y = rows[:, 0] * weights[:, :1]
-    for number in range(1, n_chosen):
-        y = y + rows[:, number] * weights[:, number, None]
+    # Not indexed one by one: each index would have a gradient of the size of all rows.
+    rows = outputs.unflatten(0, (-1, weights.shape[1])).unbind(1)
+    products = (row * weight for row, weight in zip(rows, weights.split(1, 1), strict=True))
+    y = next(products)
+    for each in products:
+        y = y + each
     return y
