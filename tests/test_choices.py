@@ -340,6 +340,7 @@ PATHS: dict[str, dict[str, Any]] = {
         "peak": lambda c: multiplied_in("fp32", c.train.matmul_precision),
     },
     "train.matmuls": {"assemble": assembled},
+    "train.stream": {"memory": lambda c: plan_memory(make_plan(c)), "assemble": assembled},
     "train.activation_checkpoint": {
         "memory": lambda c: plan_memory(make_plan(c)),
         "assemble": assembled,

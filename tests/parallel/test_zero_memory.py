@@ -72,7 +72,6 @@ ACTIVATIONS = [
     ("tensor=2,sequence=1", LONG, {**AT_ONCE, **BF16}),
     ("tensor=2,pipeline=2", LONG, {**PIPELINED, **BF16}),
     ("data=2", LONG, {**AT_ONCE, **STREAM}),
-    ("data=2", LONG, {**AT_ONCE, **STREAM, "activation_checkpoint": "full"}),
     ("tensor=2,pipeline=2", LONG, {**PIPELINED, **STREAM}),
     ("data=2", {**LONG, "activation": "relu", "norm_position": "post"}, AT_ONCE),
     ("data=2", LONG, {**AT_ONCE, "activation_checkpoint": "full"}),
