@@ -28,6 +28,7 @@ from torch import Tensor
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.model import experts
+from pentameter.model.gpu.forms import GpuForms
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.stage_module import StageModule
@@ -156,7 +157,7 @@ def run(form: tuple[str, str, str], device: torch.device) -> None:
         device,
         precision,
         compiled=how != "eager",
-        experts_at_once=precision == "bf16" and device.type == "cuda",
+        forms=GpuForms(experts_at_once=precision == "bf16" and device.type == "cuda"),
     )
     begun = {name: each.detach().clone() for name, each in engine.named_parameters()}
     (module,) = engine.stage_modules

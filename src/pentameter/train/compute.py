@@ -353,15 +353,19 @@ def _held(device: torch.device, most: int) -> int:
     return held_by_others(device)
 
 
-_SAYS_MEMORY = re.compile("out of memory|can't allocate memory|status_alloc_failed", re.IGNORECASE)
-"""What others than PyTorch's allocator of CUDA memory say: MPS, the CPU's, NCCL, cuBLAS."""
+_SAYS_MEMORY = re.compile(
+    r"\b(cuda|hip|mps|nccl)\b.*out of memory|can't allocate memory|status_alloc_failed",
+    re.IGNORECASE,
+)
+"""What others say than PyTorch's allocator of CUDA memory: the driver, MPS, NCCL, the CPU, cuBLAS.
+A hook that says "out of memory" of something else is none of them."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception says that a device's or the host's memory is used up."""
-    if isinstance(error, RuntimeError):
-        return _SAYS_MEMORY.search(str(error)) is not None
-    return isinstance(error, MemoryError)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _SAYS_MEMORY.search(str(error)) is not None
 
 
 def out_of_memory(plan: Plan, compute: Compute, step: int) -> str:
