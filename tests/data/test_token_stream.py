@@ -16,7 +16,7 @@ from pentameter.data.batches.mixture import Mixture
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.corpora import files
 from pentameter.data.open_dataset import open_dataset
-from pentameter.data.prepare import ahead as ahead_of_training
+from pentameter.data.prepare import background
 from pentameter.data.prepare import token_stream_writer as preparing_stream
 from pentameter.data.prepare.background import Ahead, Follower, failure_file
 from pentameter.data.prepare.splits import Splitting
@@ -346,7 +346,7 @@ def test_who_closes_at_once_waits_for_no_part(folder, tmp_path, monkeypatch):
         time.sleep(0.3)
         return PythonChild(*arguments, **named)
 
-    monkeypatch.setattr(ahead_of_training, "PythonChild", slowly)
+    monkeypatch.setattr(background, "PythonChild", slowly)
     ahead = Ahead(origin(folder), tmp_path / "out")
     ahead.prepare(1 << 40)
     assert started.wait(60)

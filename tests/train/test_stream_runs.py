@@ -8,7 +8,7 @@ from tiny_runs import config, events, fit
 
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
-from pentameter.data.prepare import ahead, encoders
+from pentameter.data.prepare import background, encoders
 from pentameter.data.prepare import token_stream_writer as preparing_stream
 from pentameter.data.shards import token_stream as stream_shards
 from pentameter.errors import ConfigError, CorruptError
@@ -40,7 +40,7 @@ class InThisProcess:
 def sections(tmp_path, monkeypatch):
     """Blocks of 128 tokens, two steps; a run reads six, and then the text from the start."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(ahead, "Ahead", InThisProcess)
+    monkeypatch.setattr(background, "Ahead", InThisProcess)
     monkeypatch.setattr(stream_shards, "BLOCK_TOKENS", 128)
     monkeypatch.setattr(preparing_stream, "FIRST_TOKENS", 129)
     monkeypatch.setattr(preparing_stream, "LARGEST_TOKENS", 129)

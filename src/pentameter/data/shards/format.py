@@ -157,8 +157,8 @@ def _check_header(header: Mapping[str, Any], name: str) -> None:
 
 
 def _check_counts(header: Mapping[str, Any], name: str) -> None:
-    """Raise CorruptError unless the token counts of files and splits agree and files have the names
-    expected."""
+    """Raise CorruptError unless the token counts of files and splits agree and files are named
+    NAME-00000.bin, NAME-00001.bin, … for this `name`."""
     n_tokens = _count(header, "n_tokens")
     for number, file in enumerate(header["files"]):
         # Only this name: a header cannot point outside its folder.

@@ -120,8 +120,9 @@ class Tokenizer(ABC):
         """Return each document's token ids (n_tokens,), int64, and its loss mask (n_tokens,), bool.
         A document is a list of segments (text, whether a model learns it).
 
-        With `is_rendered`, a chat template wrote the texts: its special tokens become their ids,
-        while those in messages, which `escaped` has marked, become ordinary text. This
+        With `is_rendered`, a chat template wrote the texts: a special token of the template's
+        becomes its id, and one that stood in a message, and was marked by `escaped` before the
+        template ran, becomes ordinary text. Without, special tokens become their ids. This
         implementation encodes segments one by one. Raises ConfigError for a text that cannot be
         encoded.
         """

@@ -21,8 +21,8 @@ data alone)."""
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """The fastest layouts on a number of devices: of all, and of those under a restriction. None
-    where no layout fits."""
+    """The fastest layouts on a number of devices: among all, among those without a pipeline, and
+    among those that split only the batch. Each is None where no such layout fits."""
 
     n_devices: int
     best: Estimate | None
