@@ -71,7 +71,7 @@ def test_every_item_runs_on_a_cpu(gpu_day, tmp_path):
     )
     assert not [row for row in rows if "error" in row and "triton" not in row["error"]]
     precise = [row["fp64"] for row in rows if "fp64" in row]
-    assert len(precise) > 30
+    assert len(precise) > 6
     assert max(precise) < 1e-9
     (undisturbed,) = (row for row in rows if "worst_loss_difference" in row)
     assert undisturbed["worst_loss_difference"] == 0
