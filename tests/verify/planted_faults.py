@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pentameter.model import matmul
 from pentameter.model.attention import dot_product
 from pentameter.model.dropout import StreamDropout, WeightsDropout
+from pentameter.model.gpt import GPT
 from pentameter.parallel import assemble, data_parallel, engine, gradients, waits
 from pentameter.parallel.context import ring_attention
 from pentameter.parallel.grid import summa, tensor_grid
@@ -71,8 +72,9 @@ def row_bias_of_each_process() -> None:
 
     def share(model, *arguments):
         install_forwards(model, *arguments)
-        for block in model.blocks.values():
-            block.attention.out.register_forward_hook(add_again)
+        if isinstance(model, GPT):  # not its blocks, to which their own matmul is given before
+            for block in model.blocks.values():
+                block.attention.out.register_forward_hook(add_again)
 
     plant(gpt_source, "install_forwards", share)
 
