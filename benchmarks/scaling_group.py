@@ -32,7 +32,7 @@ from pentameter.planning.plan import Plan
 from pentameter.processes.group.join import joined_world
 from pentameter.processes.group.rank import find_rank
 from pentameter.processes.group.world import World
-from pentameter.processes.launch.local_launch import worker_environment
+from pentameter.processes.launch.program import Launched, worker_environment
 from pentameter.train.compute import choose_compute
 from pentameter.train.update import update_weights
 
@@ -225,7 +225,7 @@ class Group:
         for rank in range(n_processes):
             pipe, other = context.Pipe()
             process = context.Process(target=serve, args=(other,), daemon=True)
-            environment = worker_environment(rank, n_processes, Path(folder))
+            environment = worker_environment(Launched(rank, n_processes), Path(folder))
             with _environment(environment if n_processes > 1 else dict(os.environ)):
                 process.start()
             other.close()  # so that a process that dies is the end of its pipe
