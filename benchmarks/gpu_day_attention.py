@@ -18,25 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from gpu_day_times import milliseconds
+
 Tell = Callable[..., None]
-
-
-def _seconds(device: torch.device, run: Callable[[], Any], n: int) -> float:
-    """Milliseconds of run(), the mean of n after two."""
-    for _ in range(2):
-        run()
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(n):
-            run()
-        return round((time.perf_counter() - start) / n * 1e3, 3)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(n):
-        run()
-    last.record()
-    torch.cuda.synchronize()
-    return round(first.elapsed_time(last) / n, 3)
 
 
 def _measured(
@@ -66,8 +50,8 @@ def _measured(
         both()
         row["peak_gb"] = round((torch.cuda.max_memory_allocated() - before) / 1e9, 3)
     with torch.no_grad():
-        row["forward_ms"] = _seconds(device, lambda: attend(*inputs), n)
-    row["both_ms"] = _seconds(device, both, n)
+        row["forward_ms"] = milliseconds(lambda: attend(*inputs), device, n)
+    row["both_ms"] = milliseconds(both, device, n)
     return row
 
 

@@ -42,6 +42,15 @@ def decoder(**attention: Any) -> dict[str, Any]:
     }
 
 
+MIXTURE: dict[str, Any] = {
+    "vocab_size": 102,
+    "context_length": 128,
+    "d_model": 128,
+    "experts": {"count": 8, "per_token": 2, "width": 256},
+    "router": {"renormalize": True, "balance": "bias"},
+}
+"""The `[model]` of a small mixture, whose steps are compared, eager, compiled and replayed."""
+MIXTURE_ROWS = {"batch_size": 16, "micro_batch_size": 8}
 LATENT = {"type": "latent", "n_heads": 4, "kv_rank": 32, "rope_head_size": 8, "v_head_size": 16}
 EXPERTS = {"experts": {"count": 8, "per_token": 2}}
 BIASED = {

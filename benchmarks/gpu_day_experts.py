@@ -8,22 +8,24 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from pentameter.config.schema import Config, ModelConfig
+from gpu_day_cases import MIXTURE, MIXTURE_ROWS, plan_of
+from gpu_turns import wait_for
+from pentameter.config.schema import ModelConfig
 from pentameter.data.batches.step import Batch
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.experts import Experts
-from pentameter.model.gpu.forms import GpuForms
+from pentameter.model.gpu.forms import GpuForms, obstacle_of
 from pentameter.model.grouped_matmul import at_once_disagreement, at_once_obstacle, groups_of
 from pentameter.model.matmul import PLAIN
 from pentameter.model.positions import Positions
 from pentameter.parallel.assemble import assemble
-from pentameter.planning.plan import make_plan
 
 Tell = Callable[..., None]
 CASES = {  # name → index after each group's last row
@@ -54,17 +56,11 @@ def sizes_of(device: torch.device) -> tuple[dict[str, int], int, int]:
     return {"count": 8, "per_token": 2, "width": 64}, 64, 256
 
 
-def wait(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 @contextmanager
 def waits(device: torch.device) -> Iterator[Counter[str]]:
     """Count the waits of the host for the device within, by their places."""
     found: Counter[str] = Counter()
-    wait(device)
+    wait_for(device)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         if device.type == "cuda":
@@ -92,7 +88,7 @@ def trial(tell: Tell, device: torch.device) -> None:
     experts, D, _ = sizes_of(device)
     for n, n_in, n_out in ((8, 128, 256), (64, D, experts["width"]), (1, 64, 64), (3, 72, 40)):
         began = time.perf_counter()
-        said = at_once_disagreement(n, n_in, n_out, device)
+        said = obstacle_of(partial(at_once_disagreement, n, n_in, n_out, device))
         tell(trial=(n, n_in, n_out), disagreement=said, seconds=time.perf_counter() - began)
     if device.type == "cuda":
         gpu = machine_capabilities().gpu(device)
@@ -161,7 +157,7 @@ def layer(tell: Tell, device: torch.device) -> None:
     for at_once in (True, False):
         module.at_once = at_once
         y, dx = step()
-        wait(device)
+        wait_for(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with waits(device) as counted:
@@ -170,7 +166,7 @@ def layer(tell: Tell, device: torch.device) -> None:
         for _ in range(3):
             step()
         host = (time.perf_counter() - began) / 3
-        wait(device)
+        wait_for(device)
         seconds = (time.perf_counter() - began) / 3
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
         gradients = {
@@ -189,7 +185,7 @@ def layer(tell: Tell, device: torch.device) -> None:
         if at_once and device.type == "cuda":
             with torch.profiler.profile() as profile:
                 step()
-                wait(device)
+                wait_for(device)
             events = [each for each in profile.key_averages() if each.self_device_time_total]
             events.sort(key=lambda each: -each.self_device_time_total)
             top = [(e.key[:70], e.count, e.self_device_time_total / 1e3) for e in events[:24]]
@@ -209,12 +205,12 @@ def products(tell: Tell, device: torch.device) -> None:
     for at_once, holds_all in ((True, True), (True, False), (False, False)):
         groups = groups_of(x.detach(), ends, at_once=at_once, holds_all=holds_all)
         for n in (1, 5):
-            wait(device)
+            wait_for(device)
             began = time.perf_counter()
             for _ in range(n):
                 y = PLAIN.grouped_linear(x, weight, None, groups)
                 torch.autograd.grad(y, (x, weight), g)
-            wait(device)
+            wait_for(device)
             seconds = (time.perf_counter() - began) / n
         tflops = 6 * R * D * F / seconds / 1e12
         tell(products_at_once=at_once, holds_all=holds_all, ms=1e3 * seconds, tflops=tflops)
@@ -222,21 +218,7 @@ def products(tell: Tell, device: torch.device) -> None:
 
 def compiled_steps(tell: Tell, device: torch.device) -> None:
     """Compare steps of a small mixture, eager and compiled with CUDA graphs, in both forms."""
-    tree = {
-        "name": "day",
-        "data": {"corpus": "grammar"},
-        "model": {
-            "vocab_size": 102,
-            "context_length": 128,
-            "n_layers": 2,
-            "d_model": 128,
-            "attention": {"n_heads": 4},
-            "experts": {"count": 8, "per_token": 2, "width": 256},
-            "router": {"renormalize": True, "balance": "bias"},
-        },
-        "train": {"steps": 10, "batch_size": 16, "micro_batch_size": 8},
-    }
-    plan = make_plan(Config.model_validate(tree))
+    plan = plan_of({"model": MIXTURE, "train": MIXTURE_ROWS})
     right: list[tuple[float, float]] = []
     for compiled in (False, True) if device.type == "cuda" else (False,):
         for at_once in (True, False):
@@ -274,7 +256,7 @@ def _steps(
             engine.zero_gradients()
             loss = engine.forward_backward(batch, step)
             norm = engine.gradient_norm()
-        wait(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - began)
         found.append((float(loss.total), float(norm)))
         with torch.no_grad():
@@ -286,7 +268,7 @@ def _steps(
     if device.type == "cuda":
         with torch.profiler.profile() as profile:
             engine.forward_backward(batch, n)
-            wait(device)
+            wait_for(device)
         counts = {each.key: each.count for each in profile.key_averages()}
         names = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernelEx", "cudaStreamSynchronize")
         facts["launches"] = {name: counts[name] for name in names if name in counts}

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpu_day_pieces import SMALL, drawn, error_of, in_turns
+from gpu_day_pieces import SMALL, drawn, error_of
+from gpu_day_times import in_turns
 from pentameter.model.fp8_matmul import Fp8Matmul, fp8_obstacle, results
+from pentameter.model.gpu.forms import obstacle_of
 from pentameter.model.matmul import PLAIN, Matmul
 
 Tell = Callable[..., None]
@@ -28,7 +30,7 @@ def of_fp8(tell: Tell, device: torch.device, folder: Path) -> None:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
-    tell(trial=fp8_obstacle(BF16, device, capability))
+    tell(trial=obstacle_of(lambda: fp8_obstacle(BF16, device, capability)))
     torch.manual_seed(0)
     errors(tell, device)
     if device.type == "cuda":

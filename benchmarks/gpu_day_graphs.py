@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentameter.config.schema import Config
+from gpu_day_cases import MIXTURE, MIXTURE_ROWS, plan_of
 from pentameter.data.batches.step import Batch
 from pentameter.model import experts
 from pentameter.model.gpu.forms import GpuForms
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.stage_module import StageModule
-from pentameter.planning.plan import Plan, make_plan
+from pentameter.planning.plan import Plan
 
 FORMS = [  # (precision, how, what differs)
     ("bf16", "eager", ""),
@@ -71,27 +71,16 @@ def of_graphs(tell: Callable[..., None], device: torch.device, folder: Path) -> 
     threads = [threading.Thread(target=tell_all, args=(form,)) for form in forms]
     for each in threads:
         each.start()
-    tell(graphs="fp64 of the CPU", steps=right_steps(plan_of(""), torch.device("cpu"))[0])
+    tell(graphs="fp64 of the CPU", steps=right_steps(mixture_plan(""), torch.device("cpu"))[0])
     for each in threads:
         each.join()
 
 
-def plan_of(differs: str) -> Plan:
+def mixture_plan(differs: str) -> Plan:
     """Plan the small mixture of `mixtures`, or a model without experts if `dense`."""
-    model: dict[str, Any] = {
-        "vocab_size": 102,
-        "context_length": 128,
-        "n_layers": 2,
-        "d_model": 128,
-        "attention": {"n_heads": 4},
-        "experts": {"count": 8, "per_token": 2, "width": 256},
-        "router": {"renormalize": True, "balance": "bias"},
-    }
-    if differs == "dense":
-        del model["experts"], model["router"]
-    tree = {"name": "day", "data": {"corpus": "grammar"}, "model": model}
-    train = {"steps": 10, "batch_size": 16, "micro_batch_size": 8}
-    return make_plan(Config.model_validate({**tree, "train": train}))
+    without = ("experts", "router") if differs == "dense" else ()
+    model = {key: value for key, value in MIXTURE.items() if key not in without}
+    return plan_of({"model": model, "train": MIXTURE_ROWS})
 
 
 def step_of(engine: Engine, step: int) -> tuple[float, float, Gradients]:
@@ -142,7 +131,7 @@ def worst_of(found: Gradients, right: Gradients) -> list[tuple[str, float, float
 def run(form: tuple[str, str, str], device: torch.device) -> None:
     """Print what one form says."""
     precision, how, differs = form
-    plan = plan_of(differs)
+    plan = mixture_plan(differs)
     numbers, gradients, weights = right_steps(plan, device)
     if differs == "in place":  # as rows were put back before
         experts._restored = lambda rows, order: torch.empty_like(rows).index_copy_(0, order, rows)

@@ -6,7 +6,6 @@ in turns; `a_step` multiplies to 524,288 tokens.
 
 from __future__ import annotations
 
-import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -18,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu_day_times import in_turns
+
 Tell = Callable[..., None]
 SMALL = not torch.cuda.is_available()
 """Without a card sizes are tiny, with which this file is tried."""
@@ -26,44 +27,6 @@ MICRO = (32, 64)
 if SMALL:
     V, VOCAB, D, H, K, T, LAYERS, ROWS = 304, 301, 32, 2, 16, 16, 2, 8
     MICRO = (2, 4)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def once(work: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        work()
-        return 1000 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
-def in_turns(
-    forms: dict[str, Callable[[], Any]], device: torch.device, n: int = 12
-) -> dict[str, Any]:
-    """Median ms of each form, the forms taking turns; an error's first line for one that fails."""
-    times: dict[str, list[float]] = {}
-    failed: dict[str, str] = {}
-    for name, work in forms.items():
-        try:
-            for _ in range(3):
-                work()
-            wait(device)
-            times[name] = []
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    for _ in range(2 if SMALL else n):
-        for name, taken in times.items():
-            taken.append(once(forms[name], device))
-    return {name: round(statistics.median(each), 4) for name, each in times.items()} | failed
 
 
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:

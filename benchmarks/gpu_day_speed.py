@@ -8,47 +8,16 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpu_day_cases import plan_of, steps
+from gpu_day_times import in_turns, milliseconds
 
 Tell = Callable[..., None]
-
-
-def milliseconds(work: Callable[[], Any], device: torch.device, n: int = 12) -> float:
-    """Return the median time of `work` on the device, in milliseconds, after three warm runs."""
-    import time
-
-    for _ in range(3):
-        work()
-    found = []
-    for _ in range(n):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            work()
-            found.append(1000 * (time.perf_counter() - began))
-    return statistics.median(found)
-
-
-def in_turns(
-    forms: dict[str, Callable[[], Any]], device: torch.device, rounds: int = 3
-) -> dict[str, float]:
-    """Return each form's median time in milliseconds, the forms taking turns."""
-    found: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(rounds):
-        for name, work in forms.items():
-            found[name].append(milliseconds(work, device, 8))
-    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def of_kernels(tell: Tell, device: torch.device, folder: Path) -> None:
@@ -56,6 +25,7 @@ def of_kernels(tell: Tell, device: torch.device, folder: Path) -> None:
     and memory of both."""
     from pentameter.config.schema import ModelConfig
     from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
+    from pentameter.model.gpu.forms import obstacle_of
     from pentameter.parallel.context.run_attention import kernel_obstacle
 
     for K in (64, 128):
@@ -64,7 +34,8 @@ def of_kernels(tell: Tell, device: torch.device, folder: Path) -> None:
             vocab_size=64, context_length=256, n_layers=1, d_model=256, attention=attention
         )
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            tell(channels=K, dtype=str(dtype), obstacle=kernel_obstacle(config, dtype, device))
+            trial = partial(kernel_obstacle, config, dtype, device)
+            tell(channels=K, dtype=str(dtype), obstacle=obstacle_of(trial))
     if device.type != "cuda":
         return
     from pentameter.model.attention.dropout_kernels import KernelAttention
