@@ -4,6 +4,7 @@ the host waits for a GPU. META tensors stand for a GPU's: reading one on the hos
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from pentameter.machine.capabilities import GpuCapabilities
 from pentameter.model import grouped_matmul
 from pentameter.model.experts import Experts
 from pentameter.model.gpt import build_model
+from pentameter.model.gpu.forms import obstacle_of
 from pentameter.model.grouped_matmul import (
     Groups,
     at_once_disagreement,
@@ -254,5 +256,5 @@ def test_a_device_without_a_kernel_is_asked_without_harm(monkeypatch) -> None:
         raise RuntimeError("grouped mm is not supported on your system\nat …")
 
     monkeypatch.setattr(grouped_matmul.F, "grouped_mm", missing)
-    said = at_once_disagreement(E, D, F, CPU)
+    said = obstacle_of(partial(at_once_disagreement, E, D, F, CPU))
     assert said == "RuntimeError: grouped mm is not supported on your system"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
 from pentameter.machine.capabilities import GpuCapabilities
+from pentameter.model.gpu.forms import obstacle_of
 from pentameter.parallel.context import ring_attention, run_attention
 from pentameter.parallel.context.block_kernels import block_kernel
 from pentameter.parallel.context.run_attention import (
@@ -23,7 +25,7 @@ MODEL = ModelConfig(**SIZES, attention_dropout=0.2)
 
 def test_whatever_breaks_is_a_reason_and_no_error(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pentameter.model.attention.dropout_kernels", None)
-    obstacle = kernel_obstacle(MODEL, torch.float32, torch.device("cpu"))
+    obstacle = obstacle_of(partial(kernel_obstacle, MODEL, torch.float32, torch.device("cpu")))
     assert obstacle is not None
     assert obstacle.startswith(
         "ModuleNotFoundError: import of pentameter.model.attention.dropout_kernels"

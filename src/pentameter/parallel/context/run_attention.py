@@ -14,7 +14,6 @@ from pentameter.model.attention.dot_product import (
     DotProductAttention,
     cuda_capability,
 )
-from pentameter.model.gpu.forms import obstacle_of
 from pentameter.parallel.context.block_kernels import block_kernel
 from pentameter.parallel.context.context_parallel import HeadsAttention
 from pentameter.parallel.context.ring_attention import RingAttention
@@ -75,11 +74,10 @@ def chip_obstacle(gpu: GpuCapabilities) -> str | None:
 def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return a phrase that says why the GPU kernels that apply attention dropout cannot compute a
     model's attention on `device`, with matmuls in `dtype`. None means that they were compiled, run,
-    and agreed with attention that stores its weights, in fp64.
-
-    A missing kernel costs memory, never a run, so nothing is raised.
+    and agreed with attention that stores its weights, in fp64. What Triton or a kernel raises is
+    raised.
     """
-    return obstacle_of(lambda: disagreement(_kernel_attention(), model, dtype, device))
+    return disagreement(_kernel_attention(), model, dtype, device)
 
 
 def ring_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
