@@ -16,7 +16,7 @@ from pentameter.errors import StorageError
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """Which folder was at `path` when a run opened it, by device and inode; `check` tells later
+    """The folder that was at `path` when a run opened it, by device and inode; `check` tells later
     whether the path still leads to it. A frozen record."""
 
     path: Path

@@ -26,8 +26,8 @@ class Owner:
     pid_namespace: str
     """Namespace that the pid is valid in; containers have their own."""
     process_start: int
-    """When the process started: clock ticks since boot, on macOS seconds since 1970; a reused pid
-    differs. 0 if unknown."""
+    """Time at which the process started: clock ticks since boot, on macOS seconds since 1970; a
+    reused pid differs. 0 if unknown."""
     token: str
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Health:
-    """What a rank has measured of its own machine: speeds, each the best of REPEATS, and faults, as
+    """A rank's measurements of its own machine: speeds, each the best of REPEATS, and faults, as
     phrases. A frozen record."""
 
     product_flops: float

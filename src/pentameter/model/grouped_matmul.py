@@ -26,8 +26,8 @@ from pentameter.model.attention.checked_attention import row_error
 
 
 class Groups(NamedTuple):
-    """Where the rows of each group end in a tensor that is sorted by group (of experts, for
-    example); made by `groups_of`."""
+    """The ends of each group's rows in a tensor that is sorted by group (of experts, for example);
+    made by `groups_of`."""
 
     ends: Tensor
     """The index after each group's last row (E,): int32 on the rows' device if `at_once`, else

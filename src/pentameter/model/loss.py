@@ -236,14 +236,12 @@ def elementwise_row_loss(
     differentiate: bool,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the same summed cross-entropy as `row_loss`, in nats, 0-dim, written for a compiler,
-    and for a vocabulary that no ranks shard. If `differentiate`, overwrite `logits` (R, V) with the
-    sum's gradient; else they stay as they are.
+    """Return the same summed cross-entropy as `row_loss`, of the same arguments, in nats, 0-dim,
+    written for a compiler, and for a vocabulary that no ranks shard. If `differentiate`, overwrite
+    `logits` (R, V) with the sum's gradient; else they stay as they are.
 
-    bias: (V,) or None. targets: int64 (R,), -1 for rows that do not count. vocab_size: number of
-    tokens that exist. softcap: bound on the logits; None for none. Every step covers whole rows and
-    only the last one writes, so that a compiler keeps no intermediate in memory; run eagerly, it
-    would hold three.
+    Every step covers whole rows and only the last one writes, so that a compiler keeps no
+    intermediate in memory; run eagerly, it would hold three.
     """
     column = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
     seen = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -20,8 +20,8 @@ from pentameter.model.grouped_matmul import Groups, grouped_linear, grouped_line
 
 
 class Matmul:
-    """How a run multiplies by the weight of a linear layer: x · weightᵀ, and the two matmuls of its
-    backward pass. This class multiplies by PyTorch's own matmul, in the dtype of the inputs.
+    """A run's way to multiply by the weight of a linear layer: x · weightᵀ, and the two matmuls of
+    its backward pass. This class multiplies by PyTorch's own matmul, in the dtype of the inputs.
 
     A subclass for another arithmetic overrides `linear`, `input_gradient` and `weight_gradient`.
     """

@@ -30,7 +30,7 @@ call."""
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a run computes: the dtypes of weights and matmuls, the matmul function and the kernels.
+    """A run's arithmetic: the dtypes of weights and matmuls, the matmul function and the kernels.
     Passed to every module that multiplies."""
 
     precision: str

@@ -55,9 +55,9 @@ OperationKind = Literal[
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter gets its initial values: the kind of distribution, and `scale`, the standard
-    deviation for `normal` or the bound ±scale for `uniform`. The kind `own` keeps the values that
-    the parameter's module sets itself. A frozen record."""
+    """A parameter's initial values: the kind of distribution, and `scale`, the standard deviation
+    for `normal` or the bound ±scale for `uniform`. The kind `own` keeps the values that the
+    parameter's module sets itself. A frozen record."""
 
     kind: Literal["normal", "uniform", "zeros", "ones", "own"]
     scale: float = 0.0

@@ -1,5 +1,5 @@
-"""What a run folder records about the run's steps: logged numbers, skips, rollbacks, checkpoints
-and starts. From these follows which steps must be computed to replay a given one. Nothing is
+"""A run folder's record of the run's steps: logged numbers, skips, rollbacks, checkpoints and
+starts. From these follows which steps must be computed to replay a given one. Nothing is
 written."""
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from pentameter.train.signals import PROMPT_SECONDS, StopSignals
 
 @dataclass
 class Boundary:
-    """What the training loop does between two steps, if it is due: check the run folder, evaluate,
-    sample, end, save, test. Call the methods in this order; all are collective. `checkpoints` saves
-    the run, `hooks` are called with the results, and `signals` says whether a stop signal came to
-    any rank."""
+    """The training loop's work between two steps, each if it is due: check the run folder,
+    evaluate, sample, end, save, test. Call the methods in this order; all are collective.
+    `checkpoints` saves the run, `hooks` are called with the results, and `signals` says whether a
+    stop signal came to any rank."""
 
     run: TrainingRun
     checkpoints: RunCheckpoints

@@ -42,9 +42,9 @@ class EpochSums:
 
 @dataclass
 class GuardState:
-    """What the guard remembers of earlier steps, kept in checkpoints so that a resumed run decides
-    as one that never stopped (see `guard.py` and `skipping.py`). `losses` and `norms` are kept only
-    with `guard.spike_factor`, the other fields only with `guard.rollback_interval`."""
+    """The guard's memory of earlier steps, kept in checkpoints so that a resumed run decides as one
+    that never stopped (see `guard.py` and `skipping.py`). `losses` and `norms` are kept only with
+    `guard.spike_factor`, the other fields only with `guard.rollback_interval`."""
 
     losses: list[Finite] = field(default_factory=list)
     """Loss of each of the last `guard.window` updates, oldest first."""

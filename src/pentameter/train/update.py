@@ -19,9 +19,9 @@ from pentameter.train.faults.guard import Guard
 
 @dataclass(frozen=True)
 class Update:
-    """What came of one step: its loss, summed over all ranks, its gradient's norm before clipping,
-    the loads of its experts, and whether the update was left out. The numbers may be tensors on the
-    device; `read` copies them to the host. The same on every rank."""
+    """The outcome of one step: its loss, summed over all ranks, its gradient's norm before
+    clipping, the loads of its experts, and whether the update was left out. The numbers may be
+    tensors on the device; `read` copies them to the host. The same on every rank."""
 
     loss: LossSum
     grad_norm: Tensor | float

@@ -51,7 +51,7 @@ READ: tuple[Kind, ...] = ("loss", "evaluation loss", "row losses", "next logits"
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one number or tensor, on one rank in one step, is from the one process's: its
+    """The distance of one number or tensor, on one rank in one step, from the one process's: its
     relative error."""
 
     kind: Kind

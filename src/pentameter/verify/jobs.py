@@ -17,8 +17,8 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Job:
-    """What one worker process of `verify` is asked to do: compute `n_steps` steps with `config`, as
-    one rank of a case. The `world_size` ranks of the case meet through `rendezvous_file`."""
+    """The task of one worker process of `verify`: compute `n_steps` steps with `config`, as one
+    rank of a case. The `world_size` ranks of the case meet through `rendezvous_file`."""
 
     config: Config
     n_steps: int
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failed:
-    """What a worker sends in place of its results if its job raised an exception."""
+    """The message that a worker sends in place of its results if its job raised an exception."""
 
     message: str
     """The exception's type and text: the last line of the traceback."""

@@ -55,8 +55,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Which regions of which tensors this rank holds, their elements (`tensors`), and for each
-    region the ranks that also hold it. From this follows who writes what in a save."""
+    """The regions of tensors that this rank holds, their elements (`tensors`), and for each region
+    the ranks that also hold it. From this follows who writes what in a save."""
 
     tensors: Mapping[Region, torch.Tensor | LazyTensor]
     ranks_of: Mapping[Region, Ranks]

@@ -82,7 +82,7 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a region belongs: the whole tensor's name and shape, and the region's offset in it, its
+    """The place of a region: the whole tensor's name and shape, and the region's offset in it, its
     first index along each dimension."""
 
     name: str

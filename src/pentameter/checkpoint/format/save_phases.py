@@ -48,7 +48,7 @@ group is absent if this rank writes nothing for it."""
 
 @dataclass(frozen=True)
 class Contents:
-    """What one checkpoint holds: its `step`, the tensors, the run's state and further small
+    """The content of one checkpoint: its `step`, the tensors, the run's state and further small
     files."""
 
     step: int

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """Where a region of a tensor, or a whole tensor, lies: the entry `key` in a safetensors file,
-    and the region's offset and sizes."""
+    """The place of a region of a tensor, or of a whole tensor: the entry `key` in a safetensors
+    file, and the region's offset and sizes."""
 
     path: Path
     key: str

@@ -63,9 +63,9 @@ class Projections:
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture of Hugging Face (a model family such as Llama) corresponds to `[model]`,
-    as tables: names of tensors, keys of config.json. Each file in `families/` says how its family
-    differs from Llama."""
+    """The correspondence of one architecture of Hugging Face (a model family such as Llama) to
+    `[model]`, as tables: names of tensors, keys of config.json. Each file in `families/` says how
+    its family differs from Llama."""
 
     label: str
     """Its name in messages, such as `Llama`."""

@@ -49,7 +49,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Where some rows of a tensor come from: its `rows` are copied from the rows `source_rows`, as
+    """The source of some rows of a tensor: its `rows` are copied from the rows `source_rows`, as
     many, of `tensor`."""
 
     rows: range

@@ -33,7 +33,7 @@ not the run's steps."""
 
 @dataclass(frozen=True)
 class SourceRow:
-    """Where the tokens of one batch row of a mixture come from: the data set's number, its `split`,
+    """The source of the tokens in one batch row of a mixture: the data set's number, its `split`,
     and the token spans in it (`row`, a list of (start, stop))."""
 
     source: int

@@ -51,8 +51,8 @@ USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total 
 
 @dataclass(frozen=True)
 class FileContents:
-    """How the files of a corpus are read: the text encoding, and the name of the field or column
-    with the text."""
+    """The way in which the files of a corpus are read: the text encoding, and the name of the field
+    or column with the text."""
 
     encoding: str = FILE_DEFAULTS["encoding"]
     """The encoding of text and JSONL files, by its Python name."""

@@ -41,7 +41,7 @@ CACHE_VERSION = 2  # raise it when prepared data must change for the same text a
 
 @dataclass(frozen=True, kw_only=True)
 class Contents(ABC):
-    """What the first pass over a corpus has found: its hash, its sizes and its distinct characters;
+    """The results of the first pass over a corpus: its hash, its sizes and its distinct characters;
     and the same for corpora held out as validation or test."""
 
     kind: ClassVar[str]
@@ -128,7 +128,7 @@ class Preparation(ABC):
 
     @cached_property
     def contents(self) -> Contents:
-        """What a pass over the corpus, and over those held out beside it, has found: hashes, sizes
+        """The results of a pass over the corpus, and over those held out beside it: hashes, sizes
         and splits. Each is read once, at the first access. Raises ConfigError if one is empty,
         CorruptError for a damaged file, StorageError if reading fails."""
         held_out, whole = self.corpus.held_out, Splitting(0.0)

@@ -143,7 +143,7 @@ def _known_by(file: InputFile) -> Any:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a text has been tokenized: counts of passages, the pieces of a document's text that
+    """The progress of tokenizing a text: counts of passages, the pieces of a document's text that
     are encoded by themselves, and of what they hold. A frozen record in the header of each part,
     from which any later process can go on."""
 

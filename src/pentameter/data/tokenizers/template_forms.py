@@ -33,8 +33,8 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 
 @dataclass(frozen=True)
 class Forms:
-    """Which of the usual forms of a message one chat template expects: content as a text or as a
-    list of parts, a call's arguments as an object or as text."""
+    """The forms of a message that one chat template expects, among the usual ones: content as a
+    text or as a list of parts, a call's arguments as an object or as text."""
 
     parts: frozenset[str]
     """Roles whose content the template takes as a list of parts; for other roles parts are joined

@@ -34,8 +34,8 @@ gradient norm), whichever ranks they span."""
 
 @dataclass(frozen=True)
 class Communication:
-    """How much one kind of collective or message sends along one mesh dimension: the number of
-    calls, and the total bytes passed to them."""
+    """The volume that one kind of collective or message sends along one mesh dimension: the number
+    of calls, and the total bytes passed to them."""
 
     calls: int
     n_bytes: int

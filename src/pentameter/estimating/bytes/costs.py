@@ -37,8 +37,8 @@ RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step is, for estimates: the resolved configuration, its layout and the
-    precision. A frozen record."""
+    """One optimizer step, for estimates: the resolved configuration, its layout and the precision.
+    A frozen record."""
 
     config: Config
     layout: Layout
@@ -131,7 +131,7 @@ class Step:
 
     @property
     def rows_over_mean(self) -> float:
-        """How much more than the mean over ranks the fullest rank's experts receive, as a factor on
+        """Ratio of what the fullest rank's experts receive to the mean over ranks, as a factor on
         the number of rows: `imbalance`, but at most the number of ranks that hold different
         experts."""
         return min(self.imbalance, self.layout.expert)

@@ -35,15 +35,15 @@ Kind = Literal[
     "receive",
 ]
 When = Literal["forward", "backward", "beside"]
-"""When an operation communicates: "forward" or "backward" (that pass waits for it), or "beside"
-(overlapped with matmuls in the backward pass)."""
+"""Time at which an operation communicates: "forward" or "backward" (that pass waits for it), or
+"beside" (overlapped with matmuls in the backward pass)."""
 
 OF_MATRICES: tuple[CollectiveKind, ...] = ("gather", "sum")
 
 
 class Sent(NamedTuple):
-    """How often one rank calls one kind of collective or message along one mesh dimension, in one
-    micro-batch, and with how many bytes."""
+    """The number of times that one rank calls one kind of collective or message along one mesh
+    dimension, in one micro-batch, and with how many bytes."""
 
     dimension: str
     kind: Kind

@@ -55,10 +55,10 @@ class Span(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """How many micro-batches of each stage are in flight on one pipeline rank, at the moments when
-    many are. Each row is one moment. For S stages on the rank there are 2 · S columns: the first S
-    count micro-batches between their forward and backward pass, the others those between the two
-    halves of a split backward pass."""
+    """The number of micro-batches of each stage that are in flight on one pipeline rank, at the
+    moments when many are. Each row is one moment. For S stages on the rank there are 2 · S columns:
+    the first S count micro-batches between their forward and backward pass, the others those
+    between the two halves of a split backward pass."""
 
     ever: np.ndarray
     later: np.ndarray

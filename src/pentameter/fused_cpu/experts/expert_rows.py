@@ -27,8 +27,8 @@ class _ExpertRows(Struct):
 
 @dataclass(frozen=True)
 class Places:
-    """Where each token's rows (one for each expert that it chose) stand in a tensor of P rows that
-    is sorted by expert. After each expert's rows, blank rows fill up to a multiple of
+    """The places of each token's rows (one for each expert that it chose) in a tensor of P rows
+    that is sorted by expert. After each expert's rows, blank rows fill up to a multiple of
     ROWS_PER_BLOCK."""
 
     of_token: Tensor

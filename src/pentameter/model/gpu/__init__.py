@@ -1,1 +1,1 @@
-"""What GPUs compute in their own way: faster forms of operations, each tried before a run."""
+"""GPUs' own way of computing: faster forms of operations, each tried before a run."""

@@ -27,9 +27,9 @@ ROWS = 192
 
 @dataclass(frozen=True)
 class GpuForms:
-    """Which operations of a GPT run in another form than PyTorch's plain one on a GPU, because that
-    is faster and its results were found right, and why others do not. By default none, as on a CPU.
-    """
+    """The operations of a GPT that run on a GPU in another form than PyTorch's plain one, because
+    it is faster and its results were found right; and the reasons for those that do not. By default
+    none, as on a CPU."""
 
     drops_by_blocks: bool = False
     """Attention's kernels apply dropout, block by block, and store no weights."""
@@ -42,7 +42,8 @@ class GpuForms:
     fused_ring: bool = False
     """Ring attention runs by PyTorch's fused attention, which stores no weights."""
     obstacles: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Why forms that this run would use were left, by the names of their fields."""
+    """The reasons for which forms that this run would use were left, by the names of their
+    fields."""
 
     def matmul(self, plain: Matmul) -> Matmul:
         """Return the matmul for a run: one that adds up a weight's gradient in fp32 if

@@ -108,13 +108,10 @@ def one_pass_row_loss(
     differentiate: bool,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the same summed cross-entropy as `row_loss`, in nats, 0-dim fp32, for a vocabulary
-    that no ranks shard. If `differentiate`, overwrite `logits` (R, V), contiguous, of at most 32
-    bits, with the sum's gradient; else they stay as they are.
-
-    bias: (V,) or None. targets: int64 (R,), -1 for rows that do not count. vocab_size: number of
-    tokens that exist. softcap: bound on the logits; None for none. Sums and exponentials are fp32.
-    """
+    """Return the same summed cross-entropy as `row_loss`, of the same arguments, in nats, 0-dim
+    fp32, for a vocabulary that no ranks shard. If `differentiate`, overwrite `logits` (R, V),
+    contiguous, of at most 32 bits, with the sum's gradient; else they stay as they are. Sums and
+    exponentials are fp32."""
     R, V = logits.shape
     losses = torch.empty(R, dtype=torch.float32, device=logits.device)
     columns = min(MOST_COLUMNS, triton.next_power_of_2(V))

@@ -39,7 +39,7 @@ _WAITS_FOR_OTHERS = ("torch/distributed/", "torch/autograd/", "pentameter/proces
 
 @dataclass(frozen=True)
 class Note:
-    """What a process does now, as a launcher reads it: the action's name (`training`, `saving`),
+    """A process's present action, as a launcher reads it: the action's name (`training`, `saving`),
     the step, and the seconds after which it counts as hung."""
 
     doing: str = STARTING
@@ -47,7 +47,7 @@ class Note:
     timeout_seconds: float = LEAST_TIMEOUT_SECONDS
     """Longest time that the action may take before it counts as a hang."""
     since: float = 0.0
-    """When the action began: seconds on the monotonic clock of the process itself."""
+    """Time at which the action began: seconds on the monotonic clock of the process itself."""
 
     def __str__(self) -> str:
         if self.doing == STARTING:

@@ -78,7 +78,7 @@ class WorkerFailedError(PentameterError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in one process, as it tells the launcher or prints it: message, exit code,
+    """The failure of one process, as it tells the launcher or prints it: message, exit code,
     traceback, and whether it may be a consequence of another's failure."""
 
     rank: int
@@ -87,7 +87,7 @@ class Failure:
     """The error in words for people; empty if nothing is to be printed, because whoever read the
     output closed it."""
     time: float
-    """When it happened, in seconds since the epoch."""
+    """Time at which it happened, in seconds since the epoch."""
     traceback: str = ""
     expected: bool = True
     """True if the message is enough for a person; False if the traceback is printed, too."""

@@ -44,19 +44,19 @@ _BACKWARD = {"_engine_run_backward", "backward", "pre_backward", "post_backward"
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What NCCL's flight recorder in PyTorch has written for one rank: the first collective that is
-    not done (None if all are), and the timeout of collectives."""
+    """The record of one rank by NCCL's flight recorder in PyTorch: the first collective that is not
+    done (None if all are), and the timeout of collectives."""
 
     wait: Wait | None = None
     timeout_seconds: float = 0.0
     group: str = ""
     """The name of that collective's process group."""
     number: int = 0
-    """How many collectives that group had begun with it; 0 for messages, which not all count."""
+    """Number of collectives that group had begun with it; 0 for messages, which not all count."""
     begun: Mapping[str, int] = field(default_factory=dict)
-    """How many each group had begun when the record ends, by the groups' names."""
+    """Number that each group had begun when the record ends, by the groups' names."""
     end: int = 0
-    """When the last of them was begun, in nanoseconds since the epoch."""
+    """Time at which the last of them was begun, in nanoseconds since the epoch."""
 
     def is_waited_for(self, rank: int, other: FlightRecord) -> bool:
         """Return whether the rank of `other` waits for a collective that `rank`, whose record this

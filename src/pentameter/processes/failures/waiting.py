@@ -65,8 +65,8 @@ class Naming:
 
 @dataclass(frozen=True)
 class Wait:
-    """Where a rank waited when it noticed that it had lost another one: the collective or messages,
-    their group, and the call in the source."""
+    """The place where a rank waited when it noticed that it had lost another one: the collective or
+    messages, their group, and the call in the source."""
 
     collective: str
     """The collective in words, such as `all-reduce`; `collective` if it is not known which."""

@@ -32,8 +32,8 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Launch:
-    """What `train` starts on this machine, if it runs in several processes: the program, its
-    arguments, and the rules for starting it again."""
+    """The program that `train` starts on this machine, if it runs in several processes: the
+    program, its arguments, and the rules for starting it again."""
 
     program: Preloaded
     """The function that trains as one rank, for processes that may be started again. It is closed

@@ -282,7 +282,7 @@ class _Ping:
         self.socket.connect((node.address, node.ping_port))  # so that a refusal is told
         self._name = node.name.encode()
         self.answered_at = -GONE_SECONDS
-        """When it answered last, in monotonic seconds of this node's listening."""
+        """Time at which it answered last, in monotonic seconds of this node's listening."""
         self.is_refused = False
 
     def send(self) -> None:

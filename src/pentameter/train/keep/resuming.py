@@ -38,8 +38,8 @@ NEW_FOLDER = "another --run-dir or --name to start anew"
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What `Trainer` was asked to run: the configuration, the run folder, whether to start or
-    resume, the user's components, and the ranks that run it."""
+    """The request for a run that `Trainer` was given: the configuration, the run folder, whether to
+    start or resume, the user's components, and the ranks that run it."""
 
     config: Config
     """The configuration as the user wrote it, before missing values are derived."""
