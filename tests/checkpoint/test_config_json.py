@@ -10,7 +10,7 @@ import torch
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 from pentameter.checkpoint.hugging_face.config_json import from_their_config, read_n_extra_layers
 from pentameter.checkpoint.hugging_face.families.table import families
-from pentameter.checkpoint.hugging_face.fp8_weights import block_size, dequantized
+from pentameter.checkpoint.hugging_face.weights.fp8_weights import block_size, dequantized
 from pentameter.errors import ConfigError, CorruptError
 
 PATH = Path("config.json")

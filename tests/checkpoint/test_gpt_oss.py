@@ -16,8 +16,13 @@ from pentameter.checkpoint.format.lazy_tensors import LazyTensor, copy_region
 from pentameter.checkpoint.hugging_face.config_json import choose_family, from_their_config
 from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
-from pentameter.checkpoint.hugging_face.packed_experts import _dequantized, form_of, pack, unpack
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
+from pentameter.checkpoint.hugging_face.weights.packed_experts import (
+    _dequantized,
+    form_of,
+    pack,
+    unpack,
+)
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.errors import ConfigError, CorruptError

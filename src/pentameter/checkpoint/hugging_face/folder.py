@@ -31,7 +31,6 @@ from pentameter.checkpoint.hugging_face.config_json import (
 )
 from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.family import Family, StoredForm
-from pentameter.checkpoint.hugging_face.fp8_weights import block_size, dequantized
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
     GENERATION,
@@ -40,6 +39,7 @@ from pentameter.checkpoint.hugging_face.tokenizer_files import (
     their_token_ids,
     tokenizer_files,
 )
+from pentameter.checkpoint.hugging_face.weights.fp8_weights import block_size, dequantized
 from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.config.tables import packaged_table

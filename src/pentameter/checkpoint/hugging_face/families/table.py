@@ -9,8 +9,8 @@ from typing import Any
 
 from pentameter.checkpoint.hugging_face import expert_rules, rules
 from pentameter.checkpoint.hugging_face.family import Family, Projections
-from pentameter.checkpoint.hugging_face.packed_experts import PACKED_EXPERTS
 from pentameter.checkpoint.hugging_face.rotary_rules import rotary_rule
+from pentameter.checkpoint.hugging_face.weights.packed_experts import PACKED_EXPERTS
 from pentameter.config.model.architecture import ModelConfig, architecture
 from pentameter.config.tables import packaged_table
 
