@@ -39,8 +39,13 @@ from pentameter.checkpoint.hugging_face.tokenizer_files import (
     their_token_ids,
     tokenizer_files,
 )
+from pentameter.checkpoint.hugging_face.weights.embedding_and_head import (
+    check_vocabulary,
+    grown_to,
+    has_tied_head,
+)
 from pentameter.checkpoint.hugging_face.weights.fp8_weights import block_size, dequantized
-from pentameter.config.messages import problems, shown
+from pentameter.config.messages import problems
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.config.tables import packaged_table
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
@@ -68,9 +73,10 @@ def read_hf(
 
     fp16, bf16 and 4-bit weights become fp32, exactly, and FP8 ones are multiplied by their scales;
     they are read region by region, at access. `tokenizer` replaces the folder's own. `warnings`
-    gets a line for each added token that text never becomes, and one for layers that are passed
-    over. Raises ConfigError for unsupported content (another architecture, a pickle, a
-    setting that pentameter cannot express), CorruptError for damaged or incomplete files.
+    gets a line for each added token that text never becomes, for layers that are passed over, for a
+    head that is not as config.json says, and for an embedding that is grown. Raises ConfigError for
+    unsupported content (another architecture, a pickle, a setting that pentameter cannot express),
+    CorruptError for damaged or incomplete files.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -87,10 +93,15 @@ def read_hf(
             "DIR can be used"
         )
     config, base = _config(path, section, tokenizer), hub_name(path)
-    where = files[0] if len(files) == 1 else path
-    layers = range(config.model.n_layers, config.model.n_layers + n_extra)
+    model, where = config.model, files[0] if len(files) == 1 else path
+    layers = range(model.n_layers, model.n_layers + n_extra)
     tensors = dequantized(_their_tensors(files, family, layers, where, warnings), block, where)
-    weights = _weights(tensors, family, config.model, where)
+    is_tied = has_tied_head(tensors, family, content, model.tied_head, where, warnings)
+    model = model.model_copy(update={"tied_head": is_tied})
+    weights = _weights(tensors, family, model, where)
+    weights = grown_to(tokenizer.vocab_size, model, weights, where, warnings)
+    vocab_size = max(model.vocab_size or 0, tokenizer.vocab_size)
+    config = config.updated({"model.tied_head": is_tied, "model.vocab_size": vocab_size})
     return StoredModel(path, config, tokenizer, weights, files, checkpoint=None, base_model=base)
 
 
@@ -110,14 +121,8 @@ def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config
     except ValidationError as error:
         sentences, _ = problems(error, tree)
         raise ConfigError(f"{path / CONFIG}: {'; '.join(sentences)}") from error
-    config = config.model_copy(update={"model": simplest(config.model)})
-    vocab_size = config.model.vocab_size
-    if vocab_size is None or tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"{path / CONFIG}: vocab_size={shown(vocab_size)} is smaller than the tokenizer's "
-            f"{tokenizer.vocab_size} tokens; they do not belong together"
-        )
-    return config
+    check_vocabulary(config.model.vocab_size, tokenizer, path / CONFIG)
+    return config.model_copy(update={"model": simplest(config.model)})
 
 
 def hub_name(folder: Path) -> str:
@@ -207,22 +212,10 @@ def _weights(
     """Return the weights, pentameter's name → tensor (fp32, or fp64 if any of the family's
     `tensors` is), converted at access. `where`, their file or folder, is for messages.
 
-    Raises CorruptError if a name or shape is not one that the family's `model` has, or a tied head
-    differs from the embedding.
+    Raises CorruptError if a name or shape is not one that the family's `model` has.
     """
     import torch
 
-    head, embedding = family.head, f"{family.body}{family.names['token_embedding']}.weight"
-    # Some programs save a copy of the embedding as the head's weight.
-    if (
-        model.tied_head
-        and {head, embedding} <= tensors.keys()
-        and not torch.equal(tensors.pop(head)[...], tensors[embedding][...])
-    ):
-        raise CorruptError(
-            f"{where}: {head} differs from {embedding}, but {CONFIG} says that they are one "
-            "(tie_word_embeddings)"
-        )
     tensor_map, packing = _map_of(family, model, tensors.keys()), family.packing
     form = StoredForm(tensor_map.their_shapes, frozenset())
     if packing is not None:

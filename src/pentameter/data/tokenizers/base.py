@@ -62,6 +62,12 @@ class Tokenizer(ABC):
         return {}
 
     @property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of tokens that were added to the vocabulary after it had been made, special ones
+        among them."""
+        return frozenset(self.special_tokens.values())
+
+    @property
     def byte_ids(self) -> Collection[int]:
         """The ids whose tokens are text only together with their neighbours: tokens for single
         bytes, of which several in a row form a character in UTF-8. Ids that no token has are among

@@ -187,6 +187,13 @@ class LibraryTokenizer(LibraryBacked):
         ids = map(self._library.token_to_id, texts)
         return {text: n for text, n in zip(texts, ids, strict=True) if n is not None}
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of special tokens, and of all that the file names as added."""
+        texts = (token["content"] for token in self.content.get("added_tokens") or [])
+        ids = {self._library.token_to_id(text) for text in texts}
+        return super().added_ids | (ids - {None})
+
     @cached_property
     def byte_ids(self) -> frozenset[int]:
         """The ids of tokens for single bytes, such as `<0x0A>`, if the decoder joins them to text,
