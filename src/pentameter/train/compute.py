@@ -368,10 +368,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _SAYS_MEMORY.search(str(error)) is not None
 
 
-def out_of_memory(plan: Plan, compute: Compute, step: int) -> str:
-    """Return the message for a run that went out of memory after `step`, to be continued by what
-    the same command does. It names the settings that the Plan expects to take less than what this
-    run was planned to take and less than is there."""
+def out_of_memory(plan: Plan, compute: Compute, when: str) -> str:
+    """Return the message for a run that went out of memory `when`, such as "after step 6", to be
+    continued by what the same command does. It names the settings that the Plan expects to take
+    less than what this run was planned to take and less than is there."""
     device, micro_batch_size = compute.device, plan.micro_batch_size
     there, held, planned, remedy = memory_bytes(device), held_by_others(device), "", ""
     on = f"{device.type} has {there / 1e9:,.1f} GB" if there else device.type
@@ -391,7 +391,7 @@ def out_of_memory(plan: Plan, compute: Compute, step: int) -> str:
     if device.type == "cuda" and not plan.config.train.offload:
         remedy += ", and so does train.offload with parallel.zero"
     return (
-        f"out of memory after step {step}, with {micro_batch_size} sequences at a time{planned}, "
+        f"out of memory {when}, with {micro_batch_size} sequences at a time{planned}, "
         f"where {on}{beside}: {remedy}"
     )
 

@@ -201,7 +201,7 @@ class Trainer:
                 lost: Exception | None = loss_behind(error, run.world)
                 checkpoints.close()
                 if lost is None and is_out_of_memory(error):
-                    needed = out_of_memory(run.plan, run.compute, run.state.step)
+                    needed = out_of_memory(run.plan, run.compute, f"after step {run.state.step}")
                     lost = TrainingFailedError(f"{needed}; {checkpoints}")
                 called.tell_error(run, lost or error)
                 run.copies.finish_after_error(lambda: signals.received is not None, console.say)

@@ -7,7 +7,8 @@ refused before anything is written.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,7 @@ from pentameter.data.batches.step import TrainingBatches, suited_to, training_ba
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.shards.dataset import Dataset
 from pentameter.disk.lock import Fence, RunLock
-from pentameter.errors import ConfigError, StorageError
+from pentameter.errors import ConfigError, StorageError, TrainingFailedError
 from pentameter.generation.prompts import Prompt, question_prompt, text_prompt
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.assemble import assemble
@@ -26,7 +27,14 @@ from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
 from pentameter.record.identity import shards_read
-from pentameter.train.compute import Compute, check_device_memory, choose_compute, fit_micro_batches
+from pentameter.train.compute import (
+    Compute,
+    check_device_memory,
+    choose_compute,
+    fit_micro_batches,
+    is_out_of_memory,
+    out_of_memory,
+)
 from pentameter.train.evaluations import splits_to_evaluate
 from pentameter.train.faults.health import check_health
 from pentameter.train.keep.copying import open_copies
@@ -234,13 +242,14 @@ def _build(
         start_step = plan.config.schedule.start_step
         has_schedule = folder.holds_checkpoint and checkpoint.step > start_step
         supplied.check_same(checkpoint, plan, with_schedule=has_schedule)
-    engine, optimizer = build_engine(plan, compute, world, supplied)
-    if folder.initial_weights is not None:
-        folder.initial_weights.load_into(engine.models)
-    if checkpoint is None:
-        return engine, optimizer, TrainState()
-    state, _ = saved_state(checkpoint)
-    load_tensors(engine, optimizer, checkpoint, world)
+    with _telling_what_fits(plan, compute):
+        engine, optimizer = build_engine(plan, compute, world, supplied)
+        if folder.initial_weights is not None:
+            folder.initial_weights.load_into(engine.models)
+        if checkpoint is None:
+            return engine, optimizer, TrainState()
+        state, _ = saved_state(checkpoint)
+        load_tensors(engine, optimizer, checkpoint, world)
     if not folder.holds_checkpoint:
         return engine, optimizer, state.for_branch()
     if state.last_eval_step == state.step:  # it showed the saved weights known good
@@ -248,6 +257,17 @@ def _build(
     if state.step == plan.config.schedule.start_step:  # extended at this step: patience starts anew
         state.evals_without_best = 0
     return engine, optimizer, state
+
+
+@contextmanager
+def _telling_what_fits(plan: Plan, compute: Compute) -> Iterator[None]:
+    """Raise TrainingFailedError with settings that fit where a model finds no memory."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TrainingFailedError(out_of_memory(plan, compute, "before the first step")) from error
 
 
 def _introduce(run: TrainingRun) -> None:

@@ -12,7 +12,7 @@ from pentameter.model.gpu.forms import PLAIN_FORMS
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import make_plan
 from pentameter.processes.failures.failure import failure_of
-from pentameter.train import compute, loop
+from pentameter.train import compute, loop, start
 from pentameter.train.compute import is_out_of_memory, out_of_memory
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.6 GiB"
@@ -65,11 +65,30 @@ def test_a_step_out_of_memory_names_what_fits_and_the_run_goes_on_with_it(
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_that_no_memory_is_left_for_is_no_traceback(tmp_path, monkeypatch):
+    """What was planned to fit may not: another program came, or the run was forced."""
+    fit(tmp_path / "run", sections={"train": {"steps": 4}})
+
+    def fails(*arguments, **named):
+        raise torch.OutOfMemoryError(CUDA)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "build_engine", fails)
+        with pytest.raises(TrainingFailedError) as caught:
+            fit(tmp_path / "run", resume="extend")
+    said = str(caught.value)
+    assert said.startswith("out of memory before the first step, with 4 sequences at a time")
+    assert said.endswith(": --train.micro-batch-size 2 takes less")
+    assert failure_of(caught.value).exit_code == 70
+    _, end = fit(tmp_path / "run", resume="extend")
+    assert end.step == 12
+
+
 def on_a_gpu(**train):
     chosen = SimpleNamespace(device=torch.device("cuda"), precision="bf16", forms=PLAIN_FORMS)
     settings = {f"train.{name}": value for name, value in train.items()}
     plan = make_plan(load_config("gpt2-124m", {"train.tokens_per_step": 65536, **settings}))
-    return out_of_memory(plan, chosen, 100)
+    return out_of_memory(plan, chosen, "after step 100")
 
 
 def test_a_gpu_that_others_use_too_is_told_what_is_left(monkeypatch):
@@ -94,9 +113,11 @@ def test_a_module_of_ones_own_is_told_of_smaller_micro_batches(monkeypatch):
         built_by="build", batch_size=24, micro_batch_size=6, layout=layout, config=config
     )
     chosen = SimpleNamespace(device=torch.device("cpu"))
-    assert out_of_memory(plan, chosen, 0).endswith("cpu: --train.micro-batch-size 4 takes less")
+    assert out_of_memory(plan, chosen, "now").endswith("cpu: --train.micro-batch-size 4 takes less")
     plan.micro_batch_size = 1
-    assert out_of_memory(plan, chosen, 0).endswith("a smaller model or more processes take less")
+    assert out_of_memory(plan, chosen, "now").endswith(
+        "a smaller model or more processes take less"
+    )
 
 
 @pytest.mark.parametrize(
