@@ -90,7 +90,7 @@ def sums(tell: Tell, device: torch.device, micro: int) -> None:
             errors[name] = str(error)[:160]
     n = 8 * ROWS // micro
     a_step = {name: round(n * each, 2) for name, each in ms.items() if isinstance(each, float)}
-    tell(sums=micro, ms=ms, a_step=a_step, error=errors)
+    tell(sums=micro, ms=ms, a_step=a_step, off=errors)
 
 
 def losses(tell: Tell, device: torch.device, micro: int) -> None:
@@ -150,7 +150,7 @@ def losses(tell: Tell, device: torch.device, micro: int) -> None:
         GB=round(2 * logits.numel() * 2 / 1e9, 3),
         ms=ms,
         a_step=a_step,
-        error=errors,
+        off=errors,
     )
 
 
@@ -224,7 +224,7 @@ def qkv(tell: Tell, device: torch.device, micro: int) -> None:
     between = error_of(found["apart"][1], found["copied"][1])
     n = LAYERS * ROWS // micro
     a_step = {name: round(n * each, 1) for name, each in ms.items() if isinstance(each, float)}
-    tell(qkv=micro, ms=ms, a_step=a_step, error=errors, weights_differ=between)
+    tell(qkv=micro, ms=ms, a_step=a_step, off=errors, weights_differ=between)
 
 
 def attention(tell: Tell, device: torch.device, micro: int) -> None:
