@@ -37,8 +37,9 @@ class Server:
 
     def __init__(self, *arguments: str, arrival_seconds: float = 30.0) -> None:
         program = (
-            "import sys; from pentameter.cli.main import main; from pentameter.serve import app; "
-            f"app.ARRIVAL_SECONDS = {arrival_seconds}; sys.exit(main())"
+            "import sys; from pentameter.cli.main import main; "
+            "from pentameter.serve import guard, server; "
+            f"guard.ARRIVAL_SECONDS = server.ARRIVAL_SECONDS = {arrival_seconds}; sys.exit(main())"
         )
         command = [sys.executable, "-c", program, "serve", *arguments, "--port", "0"]
         self.process = subprocess.Popen(

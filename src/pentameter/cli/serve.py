@@ -59,8 +59,8 @@ def run(arguments: list[str]) -> int:
             raise ConfigError(
                 f"two models are called {name!r}, by which requests name them: rename a folder"
             )
-    from pentameter.serve.app import serve
     from pentameter.serve.requests import Limits
+    from pentameter.serve.server import serve
     from pentameter.serve.worker import Worker, served_model
 
     limits = Limits(asked.max_tokens, asked.max_seconds, asked.max_bytes)

@@ -1,23 +1,25 @@
-"""Requests in OpenAI's form: their fields and limits, translated into texts to write."""
+"""Requests in OpenAI's form: the fields and limits of all, and completions, translated into texts
+to write."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pentameter.config.tables import packaged_table
-from pentameter.data.messages import normalized
 from pentameter.errors import ConfigError, did_you_mean, lone_surrogate, printable
-from pentameter.generation.prompts import encode_messages, encode_prompt
+from pentameter.generation.prompts import encode_prompt
 from pentameter.generation.sampling import Sampling, Tokens
+from pentameter.serve.answers import Answer, CompletionAnswer
 from pentameter.serve.continuation import TextRequest
-from pentameter.serve.worker import ServedModel
+from pentameter.serve.worker import Job, ServedModel
 
 LONGEST_STOP, MOST_STOPS = 256, 16
 MOST_RIVALS = 20
@@ -72,10 +74,10 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
 
-class _Request(BaseModel):
-    """Base class of both requests: the fields that completions and chat completions have in common,
-    as in OpenAI's API, and two more. `top_k` keeps only the k likeliest tokens; with `ignore_eos`
-    no special token ends a text."""
+class TextsRequest(BaseModel, ABC):
+    """Base class of the requests for texts: the fields that completions and chat completions have
+    in common, as in OpenAI's API, and two more. `top_k` keeps only the k likeliest tokens; with
+    `ignore_eos` no special token ends a text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -89,6 +91,17 @@ class _Request(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    prompt_field: ClassVar[str]
+    """The field that holds what is continued or answered, which an error names."""
+
+    @abstractmethod
+    def texts(self, served: ServedModel, limits: Limits) -> list[TextRequest]:
+        """Return the requested texts. Raises RequestError beyond the limits, and for a prompt that
+        cannot be encoded."""
+
+    @abstractmethod
+    def answer(self, job: Job) -> Answer:
+        """Return the answer to this request, whose texts are those of `job`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -139,7 +152,7 @@ class _Request(BaseModel):
             )
         return stops
 
-    def _asked(
+    def asked_texts(
         self, ids: Tokens, max_tokens: int, served: ServedModel, limits: Limits, **fields: Any
     ) -> list[TextRequest]:
         """Return the `n` texts requested for one prompt with token ids (n_tokens,); `fields` are
@@ -148,7 +161,7 @@ class _Request(BaseModel):
             raise RequestError(
                 f"the prompt has {len(ids):,} tokens; {served.name} sees at most "
                 f"{served.context_length:,}: shorten it",
-                param="messages" if isinstance(self, ChatRequest) else "prompt",
+                param=self.prompt_field,
                 code="context_length_exceeded",
             )
         if max_tokens > limits.max_tokens:
@@ -166,10 +179,11 @@ class _Request(BaseModel):
         ]
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(TextsRequest):
     """JSON body for /v1/completions: one or more prompts, each a text or token ids; `logprobs` is
     the number of likeliest tokens to report, None for no probabilities."""
 
+    prompt_field = "prompt"
     prompt: str | list[str] | list[int] | list[list[int]] = ""
     logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
 
@@ -194,7 +208,7 @@ class CompletionRequest(_Request):
             ends = frozenset({tokenizer.end_of_text})
         found = []
         for prompt in prompts:
-            found += self._asked(
+            found += self.asked_texts(
                 _encoded(prompt, served),
                 self.max_tokens or COMPLETION_TOKENS,
                 served,
@@ -205,46 +219,15 @@ class CompletionRequest(_Request):
             )
         return found
 
-
-class ChatRequest(_Request):
-    """JSON body for /v1/chat/completions: a conversation to answer. `max_completion_tokens` has
-    precedence over `max_tokens`; `top_logprobs` needs `logprobs`."""
-
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
-
-    def texts(self, served: ServedModel, limits: Limits) -> list[TextRequest]:
-        """Return the `n` requested answers. Raises RequestError beyond the limits, if the tokenizer
-        has no chat template, or for messages that the template refuses."""
-        tokenizer = served.tokenizer
-        if tokenizer.chat is None:
-            raise RequestError(
-                f"the tokenizer of {served.name} ({tokenizer.kind}) has no chat template; ask "
-                "/v1/completions, with the prompt as the model knows it",
-                param="messages",
-            )
-        if self.n_each > limits.texts:
-            raise RequestError(
-                f"n={self.n_each} is more than {limits.texts}, a request's most", param="n"
-            )
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
-        try:
-            ids = encode_messages(tokenizer, normalized(self.messages), served.render)
-        except ConfigError as error:
-            raise RequestError(str(error), param="messages") from error
-        ends = frozenset[int]() if self.ignore_eos else served.ends_of_answers
-        room = min(max(1, served.context_length - len(ids) + 1), limits.max_tokens)
-        n_tokens = self.max_completion_tokens or self.max_tokens or room
-        rivals = (self.top_logprobs or 0) if self.logprobs else None
-        return self._asked(
-            ids, n_tokens, served, limits, ends=ends, n_rivals=rivals, follows_text=False
-        )
+    def answer(self, job: Job) -> Answer:
+        """Return the answer to this request, whose texts are those of `job`."""
+        return CompletionAnswer(job)
 
 
-def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
+
+def parsed(kind: type[_Kind], body: Any) -> _Kind:
     """Return a JSON body parsed as `kind`. Raises RequestError, naming the field, if it is
     invalid."""
     try:

@@ -1,0 +1,160 @@
+"""Answers in OpenAI's form: the JSON of a completion or a chat completion, whole or in events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import metadata
+from typing import Any, ClassVar
+
+from pentameter.serve.continuation import Piece
+from pentameter.serve.worker import Job
+
+
+class Answer(ABC):
+    """The answer to one request, whose texts are those of `job`: builds the JSON of OpenAI's
+    interface from the pieces of text as they come."""
+
+    prefix: ClassVar[str]
+    """What the answer's id begins with."""
+    kind: ClassVar[str]
+    """The word in the field `object` of a whole answer."""
+    kind_of_chunk: ClassVar[str]
+    """That of a streamed event."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._id, self._created = self.prefix + uuid.uuid4().hex, int(time.time())
+
+    def openings(self) -> Iterator[dict[str, Any]]:
+        """Yield the events with which a stream begins, before any text."""
+        yield from ()
+
+    def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the events for the choice `index` and the new text in `piece`."""
+        if piece.text or piece.chances or piece.finish_reason:
+            yield self._chunk(index, piece, self.added(index, piece))
+
+    def closings(self, n_tokens: Iterable[int], *, with_usage: bool) -> Iterator[dict[str, Any]]:
+        """Yield the events with which a stream ends: one with the token counts if `with_usage`. See
+        `_usage`."""
+        if with_usage:
+            yield self._shell([], self.kind_of_chunk) | {"usage": self._usage(n_tokens)}
+
+    def whole(self, pieces: dict[int, Piece]) -> dict[str, Any]:
+        """Return the whole answer. `pieces` maps each choice's index to its complete text."""
+        choices = [
+            self._choice(index, piece, self.said(index, piece))
+            for index, piece in sorted(pieces.items())
+        ]
+        usage = self._usage(piece.n_tokens for piece in pieces.values())
+        return self._shell(choices, self.kind) | {"usage": usage}
+
+    @abstractmethod
+    def added(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return the fields with what `piece` adds to the choice `index`, for a streamed event."""
+
+    @abstractmethod
+    def said(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return the fields with the text of the choice `index`, of which `piece` is the whole."""
+
+    @abstractmethod
+    def logprobs(self, piece: Piece) -> dict[str, Any]:
+        """Return the probabilities of a piece's tokens."""
+
+    def _chunk(self, index: int, piece: Piece, said: dict[str, Any]) -> dict[str, Any]:
+        return self._shell([self._choice(index, piece, said)], self.kind_of_chunk)
+
+    def _choice(self, index: int, piece: Piece, said: dict[str, Any]) -> dict[str, Any]:
+        is_asked = self.job.texts[index].asked.n_rivals is not None
+        logprobs = self.logprobs(piece) if is_asked else None
+        choice = {"index": index, **said, "finish_reason": piece.finish_reason}
+        return choice | {"logprobs": logprobs}
+
+    def _shell(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+        """Return the JSON object that carries `choices`, an answer or an event by its `kind`."""
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self.job.served.name,
+            "system_fingerprint": _fingerprint(),
+            "choices": choices,
+        }
+
+    def _usage(self, n_tokens: Iterable[int]) -> dict[str, int]:
+        """Return the token counts of prompt, completion and both. A prompt with several answers
+        counts once. n_tokens: number of generated tokens for each text."""
+        prompts = sum(len(t.asked.prompt) for t in self.job.texts if t.asked.sample == 0)
+        drawn = sum(n_tokens)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": drawn,
+            "total_tokens": prompts + drawn,
+        }
+
+
+class CompletionAnswer(Answer):
+    """The answer to a CompletionRequest."""
+
+    prefix, kind, kind_of_chunk = "cmpl-", "text_completion", "text_completion"
+
+    def added(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return the new text; see Answer."""
+        return {"text": piece.text}
+
+    def said(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return the whole text; see Answer."""
+        return {"text": piece.text}
+
+    def logprobs(self, piece: Piece) -> dict[str, Any]:
+        """Return the tokens, their probabilities and rivals as lists; see Answer."""
+        return {
+            "tokens": [each.text for each in piece.chances],
+            "token_logprobs": [each.logprob for each in piece.chances],
+            # If several tokens have one text, the likeliest counts.
+            "top_logprobs": [dict(reversed(each.rivals)) for each in piece.chances],
+            "text_offset": [each.offset for each in piece.chances],
+        }
+
+
+class ChatAnswer(Answer):
+    """The answer to a ChatRequest."""
+
+    prefix, kind, kind_of_chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def openings(self) -> Iterator[dict[str, Any]]:
+        """Yield for each choice the event that gives the role `assistant`."""
+        for index in range(len(self.job.texts)):
+            opening = {"delta": {"role": "assistant", "content": ""}}
+            yield self._chunk(index, Piece(), opening)
+
+    def added(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return the new text as a `delta`; see Answer."""
+        return {"delta": {"content": piece.text} if piece.text else {}}
+
+    def said(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return the whole text as a message; see Answer."""
+        return {"message": {"role": "assistant", "content": piece.text}}
+
+    def logprobs(self, piece: Piece) -> dict[str, Any]:
+        """Return one object for each token; see Answer."""
+        content = [
+            _token(each.text, each.logprob)
+            | {"top_logprobs": [_token(*rival) for rival in each.rivals]}
+            for each in piece.chances
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    whole = "\N{REPLACEMENT CHARACTER}" not in text  # else it is a part of a character
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+
+@cache
+def _fingerprint() -> str:  # looked up on disk
+    return f"pentameter-{metadata.version('pentameter')}-torch-{metadata.version('torch')}"
