@@ -30,10 +30,11 @@ from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.machine.address import LOOPBACK
 from pentameter.serve.app import create_app
-from pentameter.serve.chat import ChatRequest
 from pentameter.serve.continuation import Continuation, TextRequest
+from pentameter.serve.endpoints.chat import ChatRequest
+from pentameter.serve.endpoints.completions import CompletionRequest
+from pentameter.serve.endpoints.requests import Limits, other_fields
 from pentameter.serve.passes import Slots
-from pentameter.serve.requests import CompletionRequest, Limits, other_fields
 from pentameter.serve.worker import ServedModel, ServerBusyError, Worker, served_model
 
 V = TOKENIZER.vocab_size

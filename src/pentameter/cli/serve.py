@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
             raise ConfigError(
                 f"two models are called {name!r}, by which requests name them: rename a folder"
             )
-    from pentameter.serve.requests import Limits
+    from pentameter.serve.endpoints.requests import Limits
     from pentameter.serve.server import serve
     from pentameter.serve.worker import Worker, served_model
 

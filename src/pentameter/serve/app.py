@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,20 @@ from starlette.requests import ClientDisconnect
 
 from pentameter.errors import did_you_mean, printable
 from pentameter.machine.address import PAGE_POLICY
-from pentameter.serve.answers import Answer
-from pentameter.serve.chat import ChatRequest
 from pentameter.serve.continuation import Piece
+from pentameter.serve.endpoints.answers import Answer
+from pentameter.serve.endpoints.chat import ChatRequest
+from pentameter.serve.endpoints.completions import CompletionRequest
+from pentameter.serve.endpoints.parsing import RequestError, body_of, parsed
+from pentameter.serve.endpoints.requests import Limits, TextsRequest
 from pentameter.serve.guard import Guard, refused
-from pentameter.serve.requests import (
-    CompletionRequest,
-    Limits,
-    RequestError,
-    TextsRequest,
-    body_of,
-    parsed,
-)
 from pentameter.serve.worker import Job, ServedModel, ServerBusyError, TakesTooLongError, Worker
 
+ENDPOINTS: dict[str, type[TextsRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
+"""Path → what the body of a POST there is."""
 _PAGE = Path(__file__).with_name("templates") / "page.html"
 _PAGE_HEADERS = {"Content-Security-Policy": PAGE_POLICY, "Referrer-Policy": "no-referrer"}
 
@@ -87,19 +87,18 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
         """Describe the model `name`; 404 if it is not served."""
         return JSONResponse(_described(_chosen(worker, name)))
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        """Handle POST /v1/completions: continue one or more prompts. The request's body is a
-        CompletionRequest."""
-        return await _answer(worker, limits, CompletionRequest, request)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        """Handle POST /v1/chat/completions: answer the last message in a conversation. The
-        request's body is a ChatRequest."""
-        return await _answer(worker, limits, ChatRequest, request)
-
+    for path, kind in ENDPOINTS.items():
+        app.add_api_route(path, _route(worker, limits, kind), methods=["POST"])
     return app
+
+
+def _route(
+    worker: Worker, limits: Limits, kind: type[TextsRequest]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        return await _answer(worker, limits, kind, request)
+
+    return route
 
 
 def _described(served: ServedModel) -> dict[str, Any]:
@@ -230,10 +229,8 @@ def _described_error(error: Exception, limits: Limits | None) -> RequestError:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = f"{request.method} {printable(request.url.path)[:80]}: {error.detail}"
-    unknown = RequestError(
-        f"{said}; there are /, /v1/completions, /v1/chat/completions, /v1/models and /health",
-        error.status_code,
-    )
+    paths = ", ".join(("/", *ENDPOINTS, "/v1/models"))
+    unknown = RequestError(f"{said}; there are {paths} and /health", error.status_code)
     return JSONResponse(unknown.to_json(), status_code=error.status_code, headers=error.headers)
 
 

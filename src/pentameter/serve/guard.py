@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pentameter.errors import printable
 from pentameter.machine.address import host_name
-from pentameter.serve.requests import RequestError
+from pentameter.serve.endpoints.parsing import RequestError
 
 RETRY_SECONDS = 2
 _JSON = ("application/json",)

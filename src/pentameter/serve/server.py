@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pentameter.machine.address import LOOPBACK, url_of
 from pentameter.serve.app import create_app
+from pentameter.serve.endpoints.requests import Limits
 from pentameter.serve.guard import ARRIVAL_SECONDS
-from pentameter.serve.requests import Limits
 from pentameter.serve.worker import Worker
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -9,9 +10,10 @@ from pydantic import Field
 from pentameter.data.messages import normalized
 from pentameter.errors import ConfigError
 from pentameter.generation.prompts import encode_messages
-from pentameter.serve.answers import Answer, ChatAnswer
-from pentameter.serve.continuation import TextRequest
-from pentameter.serve.requests import MOST_RIVALS, Limits, RequestError, TextsRequest
+from pentameter.serve.continuation import Piece, TextRequest
+from pentameter.serve.endpoints.answers import Answer
+from pentameter.serve.endpoints.parsing import RequestError
+from pentameter.serve.endpoints.requests import MOST_RIVALS, Limits, TextsRequest
 from pentameter.serve.worker import Job, ServedModel
 
 
@@ -56,3 +58,37 @@ class ChatRequest(TextsRequest):
     def answer(self, job: Job) -> Answer:
         """Return the answer to this request, whose texts are those of `job`."""
         return ChatAnswer(job)
+
+
+class ChatAnswer(Answer):
+    """The answer to a ChatRequest."""
+
+    prefix, kind, kind_of_chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def openings(self) -> Iterator[dict[str, Any]]:
+        """Yield for each choice the event that gives the role `assistant`."""
+        for index in range(len(self.job.texts)):
+            opening = {"delta": {"role": "assistant", "content": ""}}
+            yield self._chunk(index, Piece(), opening)
+
+    def added(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return the new text as a `delta`; see Answer."""
+        return {"delta": {"content": piece.text} if piece.text else {}}
+
+    def said(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return the whole text as a message; see Answer."""
+        return {"message": {"role": "assistant", "content": piece.text}}
+
+    def logprobs(self, piece: Piece) -> dict[str, Any]:
+        """Return one object for each token; see Answer."""
+        content = [
+            _token(each.text, each.logprob)
+            | {"top_logprobs": [_token(*rival) for rival in each.rivals]}
+            for each in piece.chances
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    whole = "\N{REPLACEMENT CHARACTER}" not in text  # else it is a part of a character
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: the JSON of a completion or a chat completion, whole or in events."""
+"""Answers in OpenAI's form: the JSON that all endpoints have in common, whole or in events."""
 
 from __future__ import annotations
 
@@ -95,64 +95,6 @@ class Answer(ABC):
             "completion_tokens": drawn,
             "total_tokens": prompts + drawn,
         }
-
-
-class CompletionAnswer(Answer):
-    """The answer to a CompletionRequest."""
-
-    prefix, kind, kind_of_chunk = "cmpl-", "text_completion", "text_completion"
-
-    def added(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return the new text; see Answer."""
-        return {"text": piece.text}
-
-    def said(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return the whole text; see Answer."""
-        return {"text": piece.text}
-
-    def logprobs(self, piece: Piece) -> dict[str, Any]:
-        """Return the tokens, their probabilities and rivals as lists; see Answer."""
-        return {
-            "tokens": [each.text for each in piece.chances],
-            "token_logprobs": [each.logprob for each in piece.chances],
-            # If several tokens have one text, the likeliest counts.
-            "top_logprobs": [dict(reversed(each.rivals)) for each in piece.chances],
-            "text_offset": [each.offset for each in piece.chances],
-        }
-
-
-class ChatAnswer(Answer):
-    """The answer to a ChatRequest."""
-
-    prefix, kind, kind_of_chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def openings(self) -> Iterator[dict[str, Any]]:
-        """Yield for each choice the event that gives the role `assistant`."""
-        for index in range(len(self.job.texts)):
-            opening = {"delta": {"role": "assistant", "content": ""}}
-            yield self._chunk(index, Piece(), opening)
-
-    def added(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return the new text as a `delta`; see Answer."""
-        return {"delta": {"content": piece.text} if piece.text else {}}
-
-    def said(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return the whole text as a message; see Answer."""
-        return {"message": {"role": "assistant", "content": piece.text}}
-
-    def logprobs(self, piece: Piece) -> dict[str, Any]:
-        """Return one object for each token; see Answer."""
-        content = [
-            _token(each.text, each.logprob)
-            | {"top_logprobs": [_token(*rival) for rival in each.rivals]}
-            for each in piece.chances
-        ]
-        return {"content": content, "refusal": None}
-
-
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    whole = "\N{REPLACEMENT CHARACTER}" not in text  # else it is a part of a character
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
 
 @cache

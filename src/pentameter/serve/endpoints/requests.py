@@ -1,30 +1,24 @@
-"""Requests in OpenAI's form: the fields and limits of all, and completions, translated into texts
-to write."""
+"""What a request for texts may ask for: the fields that all endpoints have, and limits."""
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pentameter.config.tables import packaged_table
-from pentameter.errors import ConfigError, did_you_mean, lone_surrogate, printable
-from pentameter.generation.prompts import encode_prompt
+from pentameter.errors import did_you_mean, printable
 from pentameter.generation.sampling import Sampling, Tokens
-from pentameter.serve.answers import Answer, CompletionAnswer
 from pentameter.serve.continuation import TextRequest
+from pentameter.serve.endpoints.answers import Answer
+from pentameter.serve.endpoints.parsing import RequestError
 from pentameter.serve.worker import Job, ServedModel
 
 LONGEST_STOP, MOST_STOPS = 256, 16
 MOST_RIVALS = 20
-COMPLETION_TOKENS = 16
-"""OpenAI's default for a completion's `max_tokens`."""
 
 
 @cache
@@ -33,24 +27,6 @@ def other_fields() -> dict[str, Any]:
     list of those that change nothing, and `neutral`, field → values beside null that ask for
     nothing, and so are accepted."""
     return packaged_table("serve/other_fields.toml")
-
-
-class RequestError(Exception):
-    """A refused request: message, HTTP status, and OpenAI's `param` and `code`. Message and `param`
-    may quote the request; characters that UTF-8 cannot encode are written as escapes."""
-
-    def __init__(
-        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(printable(message, keep="\n\t"))
-        self.param = None if param is None else printable(param)
-        self.status, self.code = status, code
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the error as OpenAI's response body."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        said = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": said}
 
 
 @dataclass(frozen=True)
@@ -177,107 +153,3 @@ class TextsRequest(BaseModel, ABC):
             TextRequest(ids, max_tokens, sampling, sample=sample, **fields)
             for sample in range(self.n_each)
         ]
-
-
-class CompletionRequest(TextsRequest):
-    """JSON body for /v1/completions: one or more prompts, each a text or token ids; `logprobs` is
-    the number of likeliest tokens to report, None for no probabilities."""
-
-    prompt_field = "prompt"
-    prompt: str | list[str] | list[int] | list[list[int]] = ""
-    logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
-
-    def texts(self, served: ServedModel, limits: Limits) -> list[TextRequest]:
-        """Return the requested texts, `n` for each prompt in turn. Raises RequestError beyond the
-        limits, or for a prompt that cannot be encoded."""
-        tokenizer = served.tokenizer
-        prompts: list[Any]
-        match self.prompt:
-            case str() | [int(), *_]:
-                prompts = [self.prompt]
-            case several:
-                prompts = list(several)
-        if not 1 <= len(prompts) * self.n_each <= limits.texts:
-            raise RequestError(
-                f"prompt and n ask for {len(prompts)} × {self.n_each} texts; a request may have "
-                f"1 to {limits.texts}",
-                param="n" if self.n_each > 1 else "prompt",
-            )
-        ends = frozenset[int]()
-        if tokenizer.end_of_text is not None and not self.ignore_eos:
-            ends = frozenset({tokenizer.end_of_text})
-        found = []
-        for prompt in prompts:
-            found += self.asked_texts(
-                _encoded(prompt, served),
-                self.max_tokens or COMPLETION_TOKENS,
-                served,
-                limits,
-                ends=ends,
-                n_rivals=self.logprobs,
-                follows_text=bool(len(prompt)),
-            )
-        return found
-
-    def answer(self, job: Job) -> Answer:
-        """Return the answer to this request, whose texts are those of `job`."""
-        return CompletionAnswer(job)
-
-
-_Kind = TypeVar("_Kind", bound=BaseModel)
-
-
-def parsed(kind: type[_Kind], body: Any) -> _Kind:
-    """Return a JSON body parsed as `kind`. Raises RequestError, naming the field, if it is
-    invalid."""
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        # For a value that may be of several types, there is an error for each type. The innermost
-        # one is for the type that the value has.
-        first = max(
-            error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"])
-        )
-        field = str(first["loc"][0]) if first["loc"] else None
-        where = f"{_path_of(first['loc'])}: " if field else ""
-        raise RequestError(f"{where}{first['msg']}", param=field) from error
-
-
-def _path_of(parts: Sequence[str | int]) -> str:
-    """Return a field's path in a body, such as `messages[0].content[1].type`. `parts` is the path
-    as pydantic reports it; the words with which it tells alternative types apart (`str`,
-    `list[ContentPart]`) are left out."""
-    kinds = {"str", "int", "float", "bool"}
-    names = [part for part in parts if isinstance(part, int) or part not in kinds]
-    names = [part for part in names if isinstance(part, int) or part.isidentifier()]
-    spelled = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in names)
-    return "".join(spelled).removeprefix(".")
-
-
-def body_of(text: bytes) -> Any:
-    """Return a request's body, parsed from JSON. Raises RequestError if it is not JSON, or if the
-    name of a field, at any depth, cannot be encoded in UTF-8."""
-    try:
-        return json.loads(text, object_pairs_hook=_with_names)
-    except (ValueError, RecursionError) as error:  # of json, or of UTF-8
-        raise RequestError(f"the body is not JSON: {error}") from error
-
-
-def _with_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for name, _ in pairs:
-        if lone_surrogate(name) is not None:
-            said = f"{printable(name)[:80]} is no field's name: it has half a surrogate pair"
-            raise RequestError(said, param=name[:80])
-    return dict(pairs)
-
-
-def _encoded(prompt: str | list[int], served: ServedModel) -> Tokens:
-    """Return token ids (n,) for a prompt, a string or ids. Raises RequestError if the tokenizer
-    refuses it."""
-    try:
-        if isinstance(prompt, str):
-            return encode_prompt(served.tokenizer, prompt)
-        served.tokenizer.decode(prompt)  # refuses ids outside the vocabulary
-        return np.array(prompt, dtype=np.int64) if prompt else encode_prompt(served.tokenizer, "")
-    except (ConfigError, OverflowError) as error:
-        raise RequestError(str(error), param="prompt") from error

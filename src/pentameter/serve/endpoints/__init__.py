@@ -1,0 +1,1 @@
+"""OpenAI's endpoints: what each takes, and how it answers."""
