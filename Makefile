@@ -17,11 +17,13 @@ BIN := $(VENV)/bin
 INSTALLED_RUN := $(VENV)/.installed-run
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
-# The site needs no torch: it has a small environment of its own.
+# The site and a release need no torch: each has a small environment of its own.
 SITE_VENV ?= .venv-site
 INSTALLED_SITE := $(SITE_VENV)/.installed
+RELEASE_VENV ?= .venv-release
+INSTALLED_RELEASE := $(RELEASE_VENV)/.installed
 
-.PHONY: quickstart test test-more test-all trials trials-nodes lint format docs site install clean help
+.PHONY: quickstart test test-more test-all trials trials-nodes lint format docs site release-check install clean help
 
 help:
 	@echo "make quickstart   train a small model on the Python standard library's source;"
@@ -35,6 +37,7 @@ help:
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make docs         write the reference pages from the schema and the help texts"
 	@echo "make site         build the site from docs/ into build/site; warnings are errors"
+	@echo "make release-check  take the steps of a release on this machine; nothing leaves it"
 
 quickstart: $(INSTALLED_RUN)
 	$(BIN)/pentameter train quickstart $(ARGS)
@@ -72,6 +75,10 @@ docs: $(INSTALLED)
 site: $(INSTALLED_SITE)
 	$(SITE_VENV)/bin/zensical build --strict --clean
 
+# The version and its section in CHANGELOG.md, wheel, sdist and image, tried; commit, tag and push.
+release-check: $(INSTALLED_RELEASE)
+	PATH="$(abspath $(RELEASE_VENV)/bin):$$PATH" python .ci/release_check.py
+
 install: $(INSTALLED)
 
 comma := ,
@@ -100,11 +107,20 @@ $(INSTALLED_DEV): pyproject.toml constraints.txt $(INSTALLED)
 	$(call install,test$(comma)dev)
 	@touch $@
 
-$(INSTALLED_SITE): pyproject.toml  # any pip: `--group` is younger than that of Python 3.11
-	$(PYTHON) -m venv $(SITE_VENV)
-	$(SITE_VENV)/bin/python -c "import tomllib; groups = tomllib.load(open('pyproject.toml', 'rb')); \
-	print(*groups['dependency-groups']['docs'], sep='\n')" > $(SITE_VENV)/requirements.txt
-	$(SITE_VENV)/bin/python -m pip install --quiet -r $(SITE_VENV)/requirements.txt
+# $(call install_group,NAME,FOLDER): any pip, as `--group` is younger than that of Python 3.11.
+define install_group
+$(PYTHON) -m venv $(2)
+$(2)/bin/python -c "import tomllib; groups = tomllib.load(open('pyproject.toml', 'rb')); \
+print(*groups['dependency-groups']['$(1)'], sep='\n')" > $(2)/requirements.txt
+$(2)/bin/python -m pip install --quiet -r $(2)/requirements.txt
+endef
+
+$(INSTALLED_SITE): pyproject.toml
+	$(call install_group,docs,$(SITE_VENV))
+	@touch $@
+
+$(INSTALLED_RELEASE): pyproject.toml
+	$(call install_group,release,$(RELEASE_VENV))
 	@touch $@
 
 $(BIN)/python:

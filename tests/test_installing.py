@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -127,10 +128,75 @@ def test_the_makefile_keeps_to_the_make_of_macos():
     assert re.findall(younger, re.sub(r"\[ [^]]+\]|^#.*", "", text), flags=re.MULTILINE) == []
 
 
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Word and arguments of each instruction of a Dockerfile; a `\\` continues a line."""
+    text = re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [tuple(line.split(maxsplit=1)) for line in lines if line.strip()]
+
+
+IMAGE = instructions(ROOT / "Dockerfile")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def test_the_image_has_extras_that_there_are():
-    text = (ROOT / "Dockerfile").read_text()
-    extras = re.search(r"^ARG EXTRAS=(\S+)$", text, flags=re.MULTILINE)[1].split(",")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"serve", "parquet", "remote", "hub"} <= set(extras)
-    assert set(extras) <= project["optional-dependencies"].keys() - {"test", "dev"}
-    assert "EXPOSE" not in text  # nothing listens until it is told to
+    (extras,) = (each.removeprefix("EXTRAS=") for word, each in IMAGE if each[:7] == "EXTRAS=")
+    assert {"serve", "parquet", "remote", "hub"} <= set(extras.split(","))
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys() - {"test", "dev"}
+    assert "EXPOSE" not in dict(IMAGE)  # nothing listens until it is told to
+
+
+def test_the_image_copies_what_is_let_through_to_it():
+    let_through = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in let_through
+    copied = [each.split()[:-1] for word, each in IMAGE if word == "COPY" and "--from" not in each]
+    for name in [name for names in copied for name in names]:
+        assert (ROOT / name).exists(), name
+        assert f"!{name}" in let_through, name
+    stages = [each.partition(" AS ")[2] for word, each in IMAGE if word == "FROM"]
+    taken = [each[len("--from=") :].split()[0] for _, each in IMAGE if each.startswith("--from=")]
+    assert set(taken) <= set(stages)
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = {name for each in copied for name in each}
+    assert {build["project"]["readme"], *build["project"]["license-files"]} <= names
+
+
+def test_the_image_starts_the_command_as_a_user_without_rights():
+    words = dict(IMAGE)
+    (command,) = json.loads(words["ENTRYPOINT"])
+    assert command in PROJECT["scripts"]
+    assert words["USER"] in words["RUN"]  # the last RUN makes it
+    pythons = {each.partition(" ")[0] for word, each in IMAGE if word == "FROM"}
+    (python,) = (each.removeprefix("python:").removesuffix("-slim") for each in pythons)
+    assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
+
+
+@pytest.mark.parametrize(
+    ("index", "extras", "torch", "package"),
+    [
+        (
+            "a/cpu",
+            "serve,hub",
+            "install -c c --index-url a/cpu torch",
+            "install -c c x.whl[serve,hub]",
+        ),
+        ("", "", "install -c c torch", "install -c c x.whl"),
+    ],
+)
+def test_the_image_installs_what_it_is_asked_to(tmp_path, index, extras, torch, package):
+    """Its own words, run by a shell with a stand-in for pip."""
+    (run,) = (each for word, each in IMAGE if word == "RUN" and "EXTRAS" in each)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / "x.whl").touch()
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\necho "$@"\n')
+    pip.chmod(0o755)
+    run = run.replace("/tmp/constraints.txt", "c").replace("/tmp/wheels", str(wheels))
+    done = subprocess.run(
+        ["/bin/sh", "-ec", run], cwd=tmp_path, text=True, capture_output=True, check=True,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCH_INDEX": index, "EXTRAS": extras},
+    )  # fmt: skip
+    said = done.stdout.replace("--no-cache-dir ", "").replace(f"{wheels}/", "").splitlines()
+    assert said == [torch, package]
+    assert not wheels.exists()

@@ -1,51 +1,65 @@
-"""The wheel: what is in it, and that it trains in an empty folder, with no compiler or checkout."""
+"""Wheel and sdist: what is in them, and that the wheel trains in an empty folder, with no compiler
+or checkout."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "pentameter"
 pytestmark = pytest.mark.slow
+
+
+spec = importlib.util.spec_from_file_location("release", ROOT / ".ci" / "release.py")
+release = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(release)
+BUILD = """
+from setuptools import build_meta
+build_meta.build_sdist("dist")
+build_meta.build_wheel("dist")
+"""
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from a copy of what a source distribution has: the checkout stays clean."""
+    """The wheel, with the sdist beside it, built from a copy of what the image's Dockerfile copies:
+    the checkout stays clean."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    copied = re.search(r"^COPY (.+) \./$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    for name in [*copied[1].split(), "MANIFEST.in"]:
         shutil.copy(ROOT / name, folder)
     leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", folder / "src", ignore=leave_out)
-    build = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-q"]
-    subprocess.run([*build, "--wheel-dir", "dist"], cwd=folder, check=True, timeout=300)
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_something.py").touch()
+    subprocess.run([sys.executable, "-c", BUILD], cwd=folder, check=True, timeout=300)
     (built,) = (folder / "dist").glob("*.whl")
     return built
 
 
-def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel):
+def test_wheel_and_sdist_have_every_file_of_the_package_and_nothing_else(wheel):
+    assert release.strangers(ROOT, wheel.parent) == set()
     names = zipfile.ZipFile(wheel).namelist()
-    packaged = {name for name in names if ".dist-info/" not in name}
-    written = {
-        str(path.relative_to(SOURCE.parent))
-        for path in SOURCE.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert packaged == written
     for kind in ("config/presets/*.toml", "fused_cpu/cpp/*", "report/templates/*", "*/*.toml"):
-        assert any(Path(name).match(f"pentameter/{kind}") for name in packaged), kind
+        assert any(Path(name).match(f"pentameter/{kind}") for name in names), kind
     assert "py3-none-any" in wheel.name
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"pentameter-{version}.dist-info/METADATA" in names
+    assert f"pentameter-{release.version_in(ROOT)}.dist-info/METADATA" in names
+
+
+def test_a_file_that_only_the_wheel_lacks_is_named(wheel, tmp_path):
+    shutil.copytree(ROOT / "src", tmp_path / "src")
+    (tmp_path / "src" / "pentameter" / "new.toml").touch()
+    found = release.strangers(tmp_path, wheel.parent)
+    assert found == {"pentameter/new.toml", "src/pentameter/new.toml"}
 
 
 def test_the_wheel_trains_and_samples_without_a_compiler_or_a_checkout(wheel, tmp_path):
