@@ -245,7 +245,6 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
         ("completions", {"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
         ("completions", {"temperature": "hot"}, 400, "valid number", "temperature"),
         ("completions", {"max_tokens": 0}, 400, "greater than or equal to 1", "max_tokens"),
-        ("completions", {"max_tokens": 2001}, 400, "more than 2,000", "max_tokens"),
         ("completions", {"max_tokens": "9"}, 400, "valid integer", "max_tokens"),
         ("completions", {"n": 5}, 400, "1 × 5 texts", "n"),
         ("completions", {"prompt": []}, 400, "0 × 1 texts", "prompt"),
@@ -259,7 +258,10 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
         ("completions", {"stop": ["a"] * 17}, 400, "at most 16", "stop"),
         ("completions", {"stop": ""}, 400, "1 to 256", "stop"),
         ("completions", {"echo": True}, 400, "not supported", "echo"),
-        ("completions", {"presence_penalty": 0.5}, 400, "not supported", "presence_penalty"),
+        ("completions", {"presence_penalty": 0.5}, 400, "penalty=0.5 is not", "presence_penalty"),
+        ("completions", {"repetition_penalty": 1.1}, 400, "not supported", "repetition_penalty"),
+        ("completions", {"guided_regex": "a+"}, 400, 'guided_regex="a+"', "guided_regex"),
+        ("completions", {"top_k": -2}, 400, "greater than or equal to 1", "top_k"),
         ("completions", {"top_p": 0}, 400, "greater than 0", "top_p"),
         ("completions", {"seed": 2**64}, 400, "", "seed"),
         ("chat/completions", {"messages": []}, 400, "at least 1", "messages"),
@@ -325,6 +327,30 @@ def test_standard_fields_that_ask_for_nothing_pass(client: TestClient) -> None:
     plain = complete(client, max_tokens=5)["choices"]
     neutral = {"user": "me", "metadata": {"a": "b"}, "presence_penalty": 0, "logit_bias": None}
     assert complete(client, max_tokens=5, **neutral, seed=None, n=None)["choices"] == plain
+    others = {
+        "best_of": 1, "frequency_penalty": 0.0, "logit_bias": {}, "repetition_penalty": 1.0,
+        "min_p": 0, "top_k": -1, "guided_json": None, "stop_token_ids": [], "min_tokens": 0,
+        "mirostat": 0, "cache_prompt": True,
+    }  # fmt: skip
+    assert complete(client, max_tokens=5, **others)["choices"] == plain
+    assert complete(client, max_tokens=5, top_k=0)["choices"] == plain
+
+
+def test_a_longer_text_than_there_is_room_for_is_shortened_and_a_header_says_so(
+    client: TestClient,
+) -> None:
+    asked = {"model": "plain", "prompt": "a", "max_tokens": 2001}
+    answer = client.post("/v1/completions", json=asked)
+    assert answer.headers["X-Max-Tokens-Clamped"] == "2001 to 2000"
+    assert answer.json()["usage"]["completion_tokens"] == 2000
+    messages = [{"role": "user", "content": "abcabc"}]
+    for field in ("max_tokens", "max_completion_tokens"):
+        chat = {"model": "talker", "messages": messages, field: 100_000, "stream": True}
+        answer = client.post("/v1/chat/completions", json=chat)
+        assert answer.headers["X-Max-Tokens-Clamped"] == "100000 to 74"
+        assert events(answer.text)[-1]["choices"][0]["finish_reason"] == "length"
+    answer = client.post("/v1/completions", json=asked | {"max_tokens": 3})
+    assert "X-Max-Tokens-Clamped" not in answer.headers
 
 
 def test_null_is_a_field_that_is_left_out(client: TestClient) -> None:

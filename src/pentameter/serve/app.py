@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from pentameter.errors import did_you_mean, printable
 from pentameter.machine.address import PAGE_POLICY
-from pentameter.serve.continuation import Piece
+from pentameter.serve.continuation import Piece, TextRequest
 from pentameter.serve.endpoints.answers import Answer
 from pentameter.serve.endpoints.chat import ChatRequest
 from pentameter.serve.endpoints.completions import CompletionRequest
@@ -34,6 +34,7 @@ ENDPOINTS: dict[str, type[TextsRequest]] = {
     "/v1/chat/completions": ChatRequest,
 }
 """Path → what the body of a POST there is."""
+CLAMPED = "X-Max-Tokens-Clamped"
 _PAGE = Path(__file__).with_name("templates") / "page.html"
 _PAGE_HEADERS = {"Content-Security-Policy": PAGE_POLICY, "Referrer-Policy": "no-referrer"}
 
@@ -148,9 +149,10 @@ async def _answer(
     except ServerBusyError as error:
         raise RequestError(str(error), 503, code="server_busy") from error
     answer = asked.answer(job)
+    headers = _clamped(asked.most_tokens, texts)
     if asked.stream:
         events = _events(worker, answer, limits.seconds, with_usage=asked.asks_for_usage)
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
     whole = asyncio.ensure_future(_whole(job, limits.seconds))
     gone = asyncio.ensure_future(_disconnected(http))
@@ -158,13 +160,20 @@ async def _answer(
         await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not whole.done():
             return Response(status_code=499)  # which nobody reads
-        return JSONResponse(answer.whole(whole.result()))
+        return JSONResponse(answer.whole(whole.result()), headers=headers)
     except Exception as error:
         raise _described_error(error, limits) from error
     finally:
         for task in (whole, gone):
             task.cancel()
         worker.cancel(job)
+
+
+def _clamped(asked: int | None, texts: Sequence[TextRequest]) -> dict[str, str]:
+    """Return the header that says how long the `texts` may become, if fewer tokens than were asked:
+    to the server's most, or what the context has room for."""
+    most = max(each.max_tokens for each in texts)
+    return {} if asked is None or asked <= most else {CLAMPED: f"{asked} to {most}"}
 
 
 async def _whole(job: Job, seconds: float) -> dict[int, Piece]:

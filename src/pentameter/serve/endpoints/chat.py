@@ -27,6 +27,12 @@ class ChatRequest(TextsRequest):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Length that was asked for the answer, in tokens; None for what the context has room
+        for."""
+        return self.max_completion_tokens or self.max_tokens
+
     def texts(self, served: ServedModel, limits: Limits) -> list[TextRequest]:
         """Return the `n` requested answers. Raises RequestError beyond the limits, if the tokenizer
         has no chat template, or for messages that the template refuses."""
@@ -49,7 +55,7 @@ class ChatRequest(TextsRequest):
             raise RequestError(str(error), param="messages") from error
         ends = frozenset[int]() if self.ignore_eos else served.ends_of_answers
         room = min(max(1, served.context_length - len(ids) + 1), limits.max_tokens)
-        n_tokens = self.max_completion_tokens or self.max_tokens or room
+        n_tokens = min(self.most_tokens or room, room)
         rivals = (self.top_logprobs or 0) if self.logprobs else None
         return self.asked_texts(
             ids, n_tokens, served, limits, ends=ends, n_rivals=rivals, follows_text=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +26,8 @@ MOST_RIVALS = 20
 def other_fields() -> dict[str, Any]:
     """Return OpenAI's fields that this server does not have, by `other_fields.toml`: `ignored`, a
     list of those that change nothing, and `neutral`, field → values beside null that ask for
-    nothing, and so are accepted."""
+    nothing, and so are accepted. Under `absent`, it names values of fields that it does have, with
+    which other servers' clients leave them out."""
     return packaged_table("serve/other_fields.toml")
 
 
@@ -88,14 +90,16 @@ class TextsRequest(BaseModel, ABC):
         another value."""
         if not isinstance(values, dict):
             raise RequestError("the body is not a JSON object")
-        ignored, neutral = other_fields()["ignored"], other_fields()["neutral"]
+        others = other_fields()
+        ignored, neutral, absent = others["ignored"], others["neutral"], others["absent"]
         known = [*cls.model_fields, *ignored, *neutral]
         kept = {}
         for key, value in values.items():
             if key in neutral and key not in cls.model_fields:
                 if value not in (*neutral[key], None):
+                    given = printable(json.dumps(value))[:80]
                     raise RequestError(
-                        f"{key} is not supported here; leave it out",
+                        f"{key}={given} is not supported here; leave it out",
                         param=key,
                         code="unsupported_parameter",
                     )
@@ -103,6 +107,8 @@ class TextsRequest(BaseModel, ABC):
                 hint = did_you_mean(key, known)
                 message = f"{printable(key)[:80]} is no field of this request{hint}"
                 raise RequestError(message, param=key[:80], code="unknown_parameter")
+            elif value in absent.get(key, ()):
+                continue
             elif key not in ignored and (value is not None or cls.model_fields[key].is_required()):
                 kept[key] = value
         return kept
@@ -111,6 +117,11 @@ class TextsRequest(BaseModel, ABC):
     def n_each(self) -> int:
         """Number of texts for each prompt."""
         return self.n or 1
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Length that was asked for each text, in tokens; None if the server is to choose."""
+        return self.max_tokens
 
     @property
     def asks_for_usage(self) -> bool:
@@ -131,8 +142,9 @@ class TextsRequest(BaseModel, ABC):
     def asked_texts(
         self, ids: Tokens, max_tokens: int, served: ServedModel, limits: Limits, **fields: Any
     ) -> list[TextRequest]:
-        """Return the `n` texts requested for one prompt with token ids (n_tokens,); `fields` are
-        passed on to TextRequest. Raises RequestError if the prompt or max_tokens is too long."""
+        """Return the `n` texts requested for one prompt with token ids (n_tokens,), with the
+        server's most tokens at most; `fields` are passed on to TextRequest. Raises RequestError if
+        the prompt is too long."""
         if len(ids) > served.context_length:
             raise RequestError(
                 f"the prompt has {len(ids):,} tokens; {served.name} sees at most "
@@ -140,16 +152,11 @@ class TextsRequest(BaseModel, ABC):
                 param=self.prompt_field,
                 code="context_length_exceeded",
             )
-        if max_tokens > limits.max_tokens:
-            raise RequestError(
-                f"max_tokens={max_tokens:,} is more than {limits.max_tokens:,}, this server's "
-                "most; ask for less, and go on from the answer",
-                param="max_tokens",
-            )
+        n_tokens = min(max_tokens, limits.max_tokens)
         temperature = 1.0 if self.temperature is None else self.temperature
         sampling = Sampling(temperature, self.top_k, self.top_p)
         fields |= {"stop": self.stops(), "seed": self.seed or 0}
         return [
-            TextRequest(ids, max_tokens, sampling, sample=sample, **fields)
+            TextRequest(ids, n_tokens, sampling, sample=sample, **fields)
             for sample in range(self.n_each)
         ]
