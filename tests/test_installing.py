@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CHECK = ROOT / ".ci" / "python_for_torch.py"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 spec = importlib.util.spec_from_file_location("python_for_torch", CHECK)
@@ -128,6 +129,20 @@ def test_the_makefile_keeps_to_the_make_of_macos():
     assert re.findall(younger, re.sub(r"\[ [^]]+\]|^#.*", "", text), flags=re.MULTILINE) == []
 
 
+def test_the_page_names_each_extra_and_what_it_says_of_versions_holds():
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    table = page.split("## Extras")[1].split("\n## ")[0]
+    named = {
+        name for row in re.findall(r"^\| (`.+?) \|", table, re.M) for name in row.split("`")[1::2]
+    }
+    assert named == PROJECT["optional-dependencies"].keys()
+    oldest, newest = (".".join(map(str, each)) for each in python_for_torch.PYTHONS)
+    assert f"Python {oldest}\nto {newest}" in page
+    (torch,) = (each for each in PROJECT["dependencies"] if each.startswith("torch"))
+    assert f"Any torch from {torch.removeprefix('torch>=')} on" in page
+    assert CPU_INDEX in page
+
+
 def instructions(path: Path) -> list[tuple[str, str]]:
     """Word and arguments of each instruction of a Dockerfile; a `\\` continues a line."""
     text = re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -136,7 +151,6 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 IMAGE = instructions(ROOT / "Dockerfile")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_the_image_has_extras_that_there_are():
