@@ -12,7 +12,6 @@ from types import ModuleType
 
 from pentameter.disk.cache import find_folder_for_matplotlib
 from pentameter.errors import ConfigError, did_you_mean
-from pentameter.machine.cores_and_memory import prepare_threads
 from pentameter.processes.failures.failure import (
     explanation,
     failure_of,
@@ -86,7 +85,6 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
         raise ConfigError(f"unknown verb {verb!r}{hint} Known: {', '.join(VERBS)}")
     if not {"-h", "--help"} & set(arguments):
         find_folder_for_matplotlib()
-        prepare_threads()  # takes a twentieth of a second, and help loads no torch
     run: Callable[[list[str]], int] = module_of(verb).run
     return run(arguments)
 

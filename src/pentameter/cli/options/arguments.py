@@ -1,5 +1,5 @@
 """Arguments common to verbs (`train`, `plan`, …): options parsed by tyro, configuration overrides,
-and the MODEL that a verb reads."""
+the MODEL that a verb reads, and the first line, said before the seconds that reading takes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ import tyro
 from pentameter.config.files.overrides import split_overrides
 from pentameter.config.urls import given_path
 from pentameter.errors import ConfigError, either, listed, nearest, printable, remark
+from pentameter.machine.cores_and_memory import prepare_threads
+from pentameter.processes.group.rank import find_rank
+from pentameter.processes.standard_streams import outlived
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +38,31 @@ Arguments = TypeVar("Arguments")
 TOP_KEYS = ("name", "seed")
 """Configuration keys outside any section."""
 
+FIRST_LINES = {
+    "train": "reading {source} …",
+    "sample": "reading the model {model} …",
+    "serve": "reading the model {models} …",
+    "eval": "reading the model {model} …",
+    "prepare": "reading {source} …",
+    "export": "reading the model {model} …",
+    "import": "reading the model {source} …",
+    "plan": "reading {source} …",
+    "verify": "reading {source} …",
+    "data": "reading step {step} of {run_dir} …",
+    "replay": "reading step {step} of {run_dir} …",
+    "report": "reading the run {run_dir} …",
+    "compare": "reading the runs {runs} …",
+    "watch": "reading the runs in {runs} …",
+    "doctor": "looking at this machine …",
+}
+"""Verb → the line, with the names of options in braces. A verb that answers at once has none."""
+MOST_NAMED = 3
+"""Most models, runs or files that a first line names."""
+
 
 def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Arguments:
-    """Parse a verb's command line into `kind`, a dataclass of options.
+    """Parse a verb's command line into `kind`, a dataclass of options, and print the verb's first
+    line (`begin`).
 
     `--help` and wrong usage end the process with 0 and 2, like other command-line programs. Control
     characters in a refused argument are escaped, as tyro prints it unchanged. In paths a `~` that a
@@ -50,13 +75,16 @@ def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Argu
         return tyro.cli(kind, args=list(arguments), prog=f"pentameter {verb}")
 
     if all(argument.isprintable() for argument in arguments):
-        return _with_given_paths(read())
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return _with_given_paths(read())
-    finally:
-        print(printable(said.getvalue(), keep="\n"), end="", file=sys.stderr)
+        parsed = _with_given_paths(read())
+    else:
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                parsed = _with_given_paths(read())
+        finally:
+            print(printable(said.getvalue(), keep="\n"), end="", file=sys.stderr)
+    begin(verb, parsed)
+    return parsed
 
 
 def _with_given_paths(parsed: Arguments) -> Arguments:
@@ -71,6 +99,49 @@ def _with_given_paths(parsed: Arguments) -> Arguments:
             given = tuple(type(each)(given_path(str(each))) for each in values)
             changed[name] = given if isinstance(value, tuple) else given[0]
     return dataclasses.replace(parsed, **changed)  # type: ignore[type-var]
+
+
+def begin(verb: str, asked: object) -> None:
+    """Print the first line of `verb`, whose options are `asked`, on stderr, and choose how this
+    process's threads wait, which torch reads when it is imported.
+
+    Where torch is imported already, as in a rank that was forked, nobody waits, and nothing is
+    done. A rank that a launcher started prints nothing unless it is the first, and never if the
+    launcher is this program, which has said it.
+    """
+    if "torch" in sys.modules:
+        return
+    line = first_line(verb, asked)
+    if line is not None and _speaks():
+        with outlived():  # a training that began without a reader goes on
+            remark(line)
+    prepare_threads()
+
+
+def first_line(verb: str, asked: object) -> str | None:
+    """Return the first line of `verb` for its options; None if it has none, or if nothing is named
+    that it could read."""
+    if verb not in FIRST_LINES:
+        return None
+    options = {name: _named(value) for name, value in vars(asked).items()}
+    if any(f"{{{name}}}" in FIRST_LINES[verb] and not text for name, text in options.items()):
+        return None
+    return FIRST_LINES[verb].format_map(options)
+
+
+def _named(value: Any) -> str:
+    values = value if isinstance(value, tuple) else (value,)
+    more = f" and {len(values) - MOST_NAMED} more" if len(values) > MOST_NAMED else ""
+    return listed(values[:MOST_NAMED]) + more
+
+
+def _speaks() -> bool:
+    """Return True if this process is the one of a group that prints."""
+    try:
+        launched = find_rank()
+    except ConfigError:  # raised again by the verbs that train together
+        return False
+    return launched is None or (launched.rank == 0 and launched.source != "--nproc")
 
 
 def parse_arguments(
