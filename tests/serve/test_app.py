@@ -296,10 +296,10 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
         ),
         (
             "chat/completions",
-            {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+            {"messages": [{"role": "user", "content": "a"}], "functions": [{}]},
             400,
             "not supported",
-            "tools",
+            "functions",
         ),
         (
             "chat/completions",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -100,15 +101,20 @@ def encode_messages(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     render: Callable[[RenderRequest], str],
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tokens:
     """Return the ids (n,) for a conversation, up to the next answer's start. Each message is a
     mapping with "role" and "content"; `render` turns them into text by the tokenizer's chat
-    template. Special tokens in a message's own text are not encoded as such.
+    template, with the `tools` that the model may call and further `variables` of the template.
+    Special tokens in what a message, tool or variable says are not encoded as such.
 
     Raises TemplateRefusalError if the template refuses the messages.
     """
-    special = tokenizer.special_tokens
-    messages = escaped(messages, special)
-    text = without_marks(render(RenderRequest(messages, add_generation_prompt=True)))
+    messages, tools, known = (
+        escaped(each, tokenizer.special_tokens) for each in (messages, tools, dict(variables))
+    )
+    asked = RenderRequest(messages, tools, add_generation_prompt=True, variables=known)
+    text = without_marks(render(asked))
     ((ids, _),) = tokenizer.encode_segments([[(text, False)]], is_rendered=True)
     return ids if len(ids) else encode_prompt(tokenizer, "")

@@ -28,6 +28,7 @@ from pentameter.data.tokenizers.renderer import RenderRequest
 from pentameter.errors import ConfigError
 from pentameter.formatting import size
 from pentameter.model.gpt import GPT
+from pentameter.serve.answer_forms.recognizing import AnswerForm, recognized
 from pentameter.serve.batching import Batcher
 from pentameter.serve.continuation import CachedDecoder, Continuation, Piece, TextRequest
 from pentameter.serve.passes import Slots
@@ -107,6 +108,13 @@ class ServedModel:
     def ends_of_answers(self) -> frozenset[int]:
         """The token ids that end an answer."""
         return ends_of_answers(self.tokenizer, self.render)
+
+    @cached_property
+    def answer_form(self) -> AnswerForm:
+        """What the model's answers hold beside content, by the tokenizer's chat template."""
+        assert self.tokenizer.chat is not None
+        ends = [self.tokenizer.decode([each]) for each in self.ends_of_answers]
+        return recognized(self.tokenizer.chat, self.render, ends)
 
     def close(self) -> None:
         """End the child process that renders chat templates."""

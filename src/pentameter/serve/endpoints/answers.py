@@ -65,13 +65,17 @@ class Answer(ABC):
     def logprobs(self, piece: Piece) -> dict[str, Any]:
         """Return the probabilities of a piece's tokens."""
 
+    def finish_reason(self, index: int, piece: Piece) -> str | None:
+        """Return why the choice `index` ends with `piece`; None if it does not."""
+        return piece.finish_reason
+
     def _chunk(self, index: int, piece: Piece, said: dict[str, Any]) -> dict[str, Any]:
         return self._shell([self._choice(index, piece, said)], self.kind_of_chunk)
 
     def _choice(self, index: int, piece: Piece, said: dict[str, Any]) -> dict[str, Any]:
         is_asked = self.job.texts[index].asked.n_rivals is not None
         logprobs = self.logprobs(piece) if is_asked else None
-        choice = {"index": index, **said, "finish_reason": piece.finish_reason}
+        choice = {"index": index, **said, "finish_reason": self.finish_reason(index, piece)}
         return choice | {"logprobs": logprobs}
 
     def _shell(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:

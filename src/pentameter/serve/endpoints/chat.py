@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from pentameter.data.messages import normalized
 from pentameter.errors import ConfigError
 from pentameter.generation.prompts import encode_messages
+from pentameter.serve.answer_forms.said import Reads, Said
 from pentameter.serve.continuation import Piece, TextRequest
 from pentameter.serve.endpoints.answers import Answer
 from pentameter.serve.endpoints.parsing import RequestError
 from pentameter.serve.endpoints.requests import MOST_RIVALS, Limits, TextsRequest
+from pentameter.serve.endpoints.tools import Effort, Tool, offered, template_variables
 from pentameter.serve.worker import Job, ServedModel
 
 
 class ChatRequest(TextsRequest):
     """JSON body for /v1/chat/completions: a conversation to answer. `max_completion_tokens` has
-    precedence over `max_tokens`; `top_logprobs` needs `logprobs`."""
+    precedence over `max_tokens`; `top_logprobs` needs `logprobs`. `chat_template_kwargs` is not
+    OpenAI's: further variables of the chat template."""
 
     prompt_field = "messages"
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
@@ -49,8 +57,14 @@ class ChatRequest(TextsRequest):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
+        tools = offered(self.tools or [], served) if self.may_call else None
+        variables = template_variables(
+            tokenizer.chat, self.chat_template_kwargs, self.reasoning_effort
+        )
         try:
-            ids = encode_messages(tokenizer, normalized(self.messages), served.render)
+            ids = encode_messages(
+                tokenizer, normalized(self.messages), served.render, tools, variables
+            )
         except ConfigError as error:
             raise RequestError(str(error), param="messages") from error
         ends = frozenset[int]() if self.ignore_eos else served.ends_of_answers
@@ -63,13 +77,58 @@ class ChatRequest(TextsRequest):
 
     def answer(self, job: Job) -> Answer:
         """Return the answer to this request, whose texts are those of `job`."""
-        return ChatAnswer(job)
+        return ChatAnswer(job, has_tools=self.may_call)
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools; with the choice "none" they are not shown."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+_PROMPT_END = 32
+"""Last tokens of a prompt by which it is told whether its answer begins within reasoning."""
+
+
+class Spoken:
+    """One choice of a chat's answer while it is written: what its text says, by a reader."""
+
+    def __init__(self, reader: Reads) -> None:
+        self._reader, self._text = reader, ""
+        self.said = Said()
+
+    def push(self, text: str, *, is_whole: bool) -> dict[str, Any]:
+        """Append a text, the last one if `is_whole`, and return what is new in OpenAI's form, as in
+        a `delta`: new content, reasoning and calls, each only if there is any."""
+        self._text += text
+        before, self.said = self.said, self._reader.read(self._text, is_whole=is_whole)
+        news: dict[str, Any] = {
+            "content": self.said.content[len(before.content) :],
+            "reasoning_content": self.said.reasoning[len(before.reasoning) :],
+            "tool_calls": [
+                {
+                    "index": index,
+                    "id": each.id or uuid.uuid4().hex[:9],  # as long as Mistral's templates want it
+                    "type": "function",
+                    "function": {"name": each.name, "arguments": each.arguments},
+                }
+                for index, each in enumerate(self.said.calls)
+                if index >= len(before.calls)
+            ],
+        }
+        return {key: value for key, value in news.items() if value}
 
 
 class ChatAnswer(Answer):
-    """The answer to a ChatRequest."""
+    """The answer to a ChatRequest. has_tools: whether calls of tools are told from content."""
 
     prefix, kind, kind_of_chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, job: Job, *, has_tools: bool = False) -> None:
+        super().__init__(job)
+        prompt = job.texts[0].asked.prompt[-_PROMPT_END:]
+        form, end = job.served.answer_form, job.served.tokenizer.decode(prompt)
+        reader = form.reader(end, has_tools=has_tools)
+        self._choices = [Spoken(reader) for _ in job.texts]
 
     def openings(self) -> Iterator[dict[str, Any]]:
         """Yield for each choice the event that gives the role `assistant`."""
@@ -77,13 +136,30 @@ class ChatAnswer(Answer):
             opening = {"delta": {"role": "assistant", "content": ""}}
             yield self._chunk(index, Piece(), opening)
 
+    def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield an event if `piece` adds something; see Answer."""
+        added = self.added(index, piece)
+        if added["delta"] or piece.chances or piece.finish_reason:
+            yield self._chunk(index, piece, added)
+
     def added(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return the new text as a `delta`; see Answer."""
-        return {"delta": {"content": piece.text} if piece.text else {}}
+        """Return what is new as a `delta`; see Answer."""
+        is_whole = piece.finish_reason is not None
+        return {"delta": self._choices[index].push(piece.text, is_whole=is_whole)}
 
     def said(self, index: int, piece: Piece) -> dict[str, Any]:
         """Return the whole text as a message; see Answer."""
-        return {"message": {"role": "assistant", "content": piece.text}}
+        news = self._choices[index].push(piece.text, is_whole=True)
+        calls = news.get("tool_calls", [])
+        for each in calls:
+            del each["index"]
+        content = news.pop("content", None if calls else "")
+        return {"message": {"role": "assistant", "content": content} | news}
+
+    def finish_reason(self, index: int, piece: Piece) -> str | None:
+        """Return `tool_calls` for a whole answer that calls tools; see Answer."""
+        has_called = bool(self._choices[index].said.calls)
+        return "tool_calls" if has_called and piece.finish_reason == "stop" else piece.finish_reason
 
     def logprobs(self, piece: Piece) -> dict[str, Any]:
         """Return one object for each token; see Answer."""

@@ -1,0 +1,1 @@
+"""What families of models write in an answer beside its content: reasoning and calls of tools."""

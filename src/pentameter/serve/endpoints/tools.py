@@ -1,0 +1,103 @@
+"""The fields of a chat request beside its messages that a chat template sees: tools, variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pentameter.data.tokenizers.chat import ChatTemplate
+from pentameter.errors import printable
+from pentameter.serve.answer_forms.calls import FORMS
+from pentameter.serve.endpoints.parsing import RequestError
+from pentameter.serve.worker import ServedModel
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+_GIVEN = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "documents"})
+"""Variables that a chat template always gets, so that a request cannot give them."""
+
+
+class Function(BaseModel):
+    """A function that a model may call; `parameters` is a JSON schema."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool that a model may use, which is a function."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["function"]
+    function: Function
+
+
+class Named(BaseModel):
+    """The name of a function."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The choice of one tool."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: Named
+
+
+def offered(tools: Sequence[Tool], served: ServedModel) -> list[dict[str, Any]]:
+    """Return tools as a chat template takes them. Raises RequestError if the model's template shows
+    a model none, or writes calls in a form that is not known here."""
+    form = served.answer_form
+    if not form.shows_tools:
+        raise RequestError(
+            f"the chat template of {served.name} writes no tools, so the model would not see them; "
+            "leave tools out, or name a template that writes them with data.chat_template",
+            param="tools",
+        )
+    if form.writing is None:
+        known = ", ".join([*(each.name for each in FORMS), "gpt-oss"])
+        raise RequestError(
+            f"the chat template of {served.name} writes calls of tools in a form that is not known "
+            f"here ({known} are); leave tools out, and read the calls in the text",
+            param="tools",
+        )
+    return [each.model_dump(exclude_unset=True, exclude_none=True) for each in tools]
+
+
+def template_variables(
+    chat: ChatTemplate, given: dict[str, Any] | None, effort: Effort | None
+) -> dict[str, Any]:
+    """Return the variables for a chat template: those `given` (`chat_template_kwargs`), and what
+    `effort` (`reasoning_effort`) stands for. Without effort, thinking is also disabled. Raises
+    RequestError for a variable that the template does not read."""
+    found = {}
+    if effort is not None:
+        asked: dict[str, Any] = {"reasoning_effort": effort}
+        if effort == "none":
+            asked["enable_thinking"] = False
+        found = {name: value for name, value in asked.items() if _is_read(chat, name)}
+        if not found and effort != "none":  # which asks for nothing
+            raise RequestError(
+                f"reasoning_effort is {effort!r}, but {chat.origin} does not read it; leave it out",
+                param="reasoning_effort",
+            )
+    for name in given or {}:
+        if name in _GIVEN or not _is_read(chat, name):
+            why = "is set by the server" if name in _GIVEN else f"is not read by {chat.origin}"
+            raise RequestError(
+                f"chat_template_kwargs.{printable(name)[:80]} {why}; leave it out",
+                param="chat_template_kwargs",
+            )
+    return found | (given or {})
+
+
+def _is_read(chat: ChatTemplate, name: str) -> bool:
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    return any(word.search(source) for source in chat.sources.values())
