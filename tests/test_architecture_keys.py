@@ -114,6 +114,7 @@ KEPT_BY_SHRINKING = {
     "tied_head": "as above",
     "head_bias": "as above",
     "attention.qkv_bias": "as above",
+    "attention.out_bias": "as above",
     "bias": "as above",
     "embedding_scale": "as above",
     "attention.qk_norm": "as above",
@@ -168,7 +169,7 @@ def other_value(key: str) -> Any:
     others = {
         "attention.n_kv_heads": 1,
         "attention.sliding_window": 4,
-        "attention.sliding_window_pattern": 2,
+        "attention.sliding_window_pattern": (0,),
         "logit_softcap": 2.0,
         "feed_forward.swiglu_limit": 0.25,
         "rope_scaling": RopeScalingConfig(type="linear"),

@@ -67,6 +67,11 @@ GROUPS = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}
 
+QWEN3 = {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+NEOX = {"hidden_size": 32, "rope_parameters": {"partial_rotary_factor": 0.5}}
+PART = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 100.0}
+MIXTRAL = {"num_key_value_heads": 2, "hidden_size": 24, "num_experts_per_tok": 3}
+
 FORMS = [
     (
         "llama",
@@ -86,7 +91,11 @@ FORMS = [
     ),
     ("qwen2", {"num_key_value_heads": 2, "hidden_size": 24, "tie_word_embeddings": True}),
     ("qwen2", {**WINDOW, "hidden_size": 24, "num_key_value_heads": 4, "max_window_layers": 0}),
-    ("qwen3", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    ("qwen2", {**WINDOW, "hidden_size": 24, "num_key_value_heads": 2, "max_window_layers": 1}),
+    ("llama", {"attention_bias": True, "hidden_size": 24, "num_key_value_heads": 2}),
+    ("llama", {"mlp_bias": True, "hidden_size": 24}),
+    ("qwen3", {**GROUPED, "attention_bias": True}),
+    ("qwen3", QWEN3),
     (
         "qwen3",
         {
@@ -97,25 +106,35 @@ FORMS = [
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-    ("gpt_neox", {"hidden_size": 32, "rope_parameters": {"partial_rotary_factor": 0.5}}),
+    (
+        "qwen3",
+        {
+            **WINDOW,
+            **GROUPED,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    ("phi3", {"hidden_size": 24, "num_key_value_heads": 2, "rope_parameters": PART}),
+    ("phi3", {"hidden_size": 24, "sliding_window": 5, "tie_word_embeddings": True}),
+    ("gpt_neox", NEOX),
     (
         "gpt_neox",
         {"hidden_size": 32, "use_parallel_residual": False, "hidden_act": "gelu_new"},
     ),
-    ("olmo2", {"num_key_value_heads": 2, "hidden_size": 24}),
+    ("olmo2", {"num_key_value_heads": 2, "hidden_size": 24, "attention_bias": True}),
     ("olmo2", {"tie_word_embeddings": True, "hidden_size": 24, "rope_parameters": LINEAR}),
     ("qwen3_moe", {**GROUPED, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
     ("qwen3_moe", {**GROUPED, **WINDOW, "mlp_only_layers": [0], "norm_topk_prob": True}),
-    ("mixtral", {"num_key_value_heads": 2, "hidden_size": 24, "num_experts_per_tok": 3}),
+    ("mixtral", MIXTRAL),
     ("mixtral", {**GROUPED, "sliding_window": 5, "tie_word_embeddings": True}),
-    ("olmoe", {"hidden_size": 24, "num_key_value_heads": 2}),
+    ("olmoe", {"hidden_size": 24, "num_key_value_heads": 2, "attention_bias": True}),
     ("olmoe", {"hidden_size": 24, "norm_topk_prob": True, "hidden_act": "gelu"}),
     ("deepseek_v2", {"rope_parameters": YARN}),
     (
         "deepseek_v2",
         {**GROUPS, "q_lora_rank": None, "first_k_dense_replace": 0, "tie_word_embeddings": True},
     ),
-    ("deepseek_v3", {"rope_parameters": YARN, "hidden_size": 18}),
+    ("deepseek_v3", {"rope_parameters": YARN, "hidden_size": 18, "attention_bias": True}),
     ("deepseek_v3", {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False}),
     ("qwen2_moe", {"hidden_size": 24, "num_key_value_heads": 2, "mlp_only_layers": [2, 0]}),
     (
@@ -186,7 +205,7 @@ def test_the_old_form_of_config_json_is_read(tmp_path):
     loaded = load_model(tmp_path / "hf")
     assert loaded.config.model.rope_scaling.type == "llama3"
     torch.testing.assert_close(*both_logits(theirs, loaded.model), rtol=0, atol=1e-10)
-    theirs = exact(their_model(tmp_path / "neox", "gpt_neox", FORMS[9][1]))
+    theirs = exact(their_model(tmp_path / "neox", "gpt_neox", NEOX))
     path = tmp_path / "neox" / "config.json"
     content = json.loads(path.read_text())
     del content["rope_parameters"]
@@ -207,7 +226,7 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
 @pytest.mark.parametrize(
     ("family", "values", "said"),
     [
-        ("llama", {"attention_bias": True}, "attention_bias=true beside mlp_bias=false"),
+        ("llama", {"attention_bias": 2}, "model.attention.qkv_bias=2 must be"),
         ("llama", {"hidden_act": "relu"}, "hidden_act='relu' .* possible: silu, swish, gelu"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' .* possib"),
         ("llama", {"rope_parameters": {**YARN, "mscale": "1"}}, "mscale='1' is not a number"),
@@ -221,14 +240,17 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
         ("llama", {"num_key_value_heads": 3}, "model.attention.n_kv_heads=3 must divide"),
         ("llama", {"num_hidden_layers": "3"}, "model.n_layers='3' must be"),
         ("mistral", {"layer_types": ["full_attention"]}, "layer_types=.* window in every layer"),
-        ("qwen2", {**WINDOW, "max_window_layers": 2}, "max_window_layers=2 with sliding_window=5"),
+        ("qwen2", {**WINDOW, "layer_types": ["full_attention"]}, "layer_types=.* each of 3 layers"),
         (
             "qwen3",
-            {**WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-            "layer_types=.* is not supported: here all layers have a window",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types=.* with sliding_window=none is not supported",
         ),
-        ("qwen3", {"attention_bias": True}, "attention_bias=true is not supported: .* neither"),
-        ("olmo2", {"attention_bias": True}, "attention_bias=true is not supported"),
+        (
+            "qwen3",
+            {**WINDOW, "layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            "chunked_attention.* is not supported: each of 3 layers has a window",
+        ),
         ("gpt_neox", {"attention_bias": False}, "attention_bias=false is not supported"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 .* whole number from 1"),
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1 is not a list of layers"),
@@ -237,7 +259,6 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
         ("qwen3_moe", {"num_experts_per_tok": 6}, "model.experts.per_token=6 must be at most"),
         ("qwen3_moe", {"norm_topk_prob": 2}, "model.router.renormalize=2 must be"),
         ("qwen3_moe", {"layer_types": ["full_attention"]}, "layer_types=.* window in every layer"),
-        ("qwen3_moe", {"attention_bias": True}, "attention_bias=true is not supported"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 .* no noise"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported: .* not clipped"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 12}, "=12 beside moe_.*=8 .* a multiple"),
@@ -248,7 +269,6 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "needs n_group"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true .* own program divides"),
         ("deepseek_v2", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 .* norms of latents have 1e-6"),
-        ("deepseek_v2", {"attention_bias": True}, "attention_bias=true is not supported"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=true is not supported"),
         ("deepseek_v2", {"first_k_dense_replace": 3}, "model.experts.dense_layers=3 leaves none"),
         ("deepseek_v3", {"topk_group": 4}, "model.router.open_groups=4 of 3 groups"),
@@ -261,7 +281,8 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
             "quantization_config=.* dequantised",
         ),
-        ("gpt_oss", {"attention_bias": False}, "attention_bias=false .* both or neither"),
+        ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not .*; possible: default"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias=false .* all the biases"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu' .* possible: silu"),
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not"),
         ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights are not"),
@@ -280,7 +301,7 @@ def test_what_cannot_be_represented_is_refused_by_key(family, values, said, tmp_
 
 
 def test_large_weights_are_written_in_parts_with_an_index(tmp_path, monkeypatch):
-    theirs = their_model(tmp_path / "hf", "qwen3", FORMS[7][1], max_shard_size="40KB")
+    theirs = their_model(tmp_path / "hf", "qwen3", QWEN3, max_shard_size="40KB")
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
     monkeypatch.setattr(folder_module, "SHARD_BYTES", 40_000)
     export_hf(read_hf(tmp_path / "hf"), tmp_path / "again")
@@ -301,10 +322,11 @@ def test_large_weights_are_written_in_parts_with_an_index(tmp_path, monkeypatch)
     [
         FORMS[0],
         FORMS[4],
-        FORMS[9],
+        ("gpt_neox", NEOX),
+        ("phi3", {"hidden_size": 24, "num_key_value_heads": 2}),
         ("gpt2", {}),
-        FORMS[14],
-        ("mixtral stacked", FORMS[15][1]),
+        ("qwen3_moe", {**GROUPED, **WINDOW, "mlp_only_layers": [0], "norm_topk_prob": True}),
+        ("mixtral stacked", MIXTRAL),
         ("deepseek_v2", {}),
         ("deepseek_v3 stacked", {"q_lora_rank": None}),
     ],

@@ -64,6 +64,7 @@ VARIANTS = {
         "bias": True,
         "logit_softcap": 3.0,
     },
+    "biases of attention alone": {"attention": {"qkv_bias": True, "out_bias": True}},
     "shared, width": {
         "n_heads": 4,
         "n_kv_heads": 2,

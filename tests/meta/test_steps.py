@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.bias": True,
         "model.head_bias": True,
         "model.attention.qkv_bias": True,
+        "model.attention.out_bias": False,
         "model.tied_head": False,
         "model.vocab_multiple": 24,
         "model.init": "uniform",

@@ -32,6 +32,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "olmo2": {"qk_norm": "width", "norm_position": "output", "norm": "rmsnorm"},
     "gpt-neox": {"rotary_fraction": 0.5, "parallel_residual": True, "bias": True, "qkv_bias": True},
     "window": {"sliding_window": 3, "sliding_window_pattern": 2, "activation": "relu2"},
+    "listed windows": {"sliding_window": 3, "sliding_window_pattern": (0, 1)},
+    "attention's biases": {"attention": {"qkv_bias": True, "out_bias": True}},
+    "the others": {"bias": True, "attention": {"out_bias": False}},
     "capped": {"sliding_window": 4, "logit_softcap": 0.5, "activation": "geglu"},
 }
 
@@ -174,6 +177,10 @@ def test_the_softcap_bounds_logits():
         ({"head_size": 100, "rotary_fraction": 0.145}, "is 14.5, which must be an even number"),
         ({"parallel_residual": True, "norm_position": "post"}, "norm_position='post'"),
         ({"sliding_window_pattern": 2}, "sliding_window is not set"),
+        (
+            {"sliding_window": 2, "sliding_window_pattern": (1, 6)},
+            "sliding_window_pattern has layer 6, and the last of model.n_layers=6 is 5",
+        ),
         ({"n_heads": 5}, "or set model.attention.head_size"),
         (
             {"swiglu_limit": 3.0},

@@ -20,7 +20,7 @@ STRUCTURE = {
         "feed_forward.activation feed_forward.swiglu_alpha feed_forward.swiglu_limit "
         "attention.type attention.sinks norm norm_position norm_eps attention.qk_norm "
         "positions rope_theta rope_scaling parallel_residual logit_softcap tied_head "
-        "head_bias attention.qkv_bias bias embedding_scale experts.shared_gate "
+        "head_bias attention.qkv_bias attention.out_bias bias embedding_scale experts.shared_gate "
         "router.score_function router.top_k_first router.renormalize router.scale "
         "router.bias router.balance router.balance_rate router.balance_weight "
         "router.z_loss experts.capacity"

@@ -51,10 +51,11 @@ class Projections:
     and the order of their rows.
 
     `apart`: three tensors, head by head. `parts`: one tensor, all queries, then all keys, then all
-    values, rows (3, H, K) with H heads and K channels per head. `heads`: one tensor, head by head,
-    rows (H, 3, K). `latent`: the three tensors of latent attention that compute rotated channels:
-    queries from the stream, queries from a latent (a model has one of these two), and the keys' and
-    values' latent with the rotated key. Rotated channels are pairs of neighbors there.
+    values, rows (H + 2 G, K) with H heads, G KV heads and K channels per head. `heads`: one tensor,
+    head by head, rows (H, 3, K). `latent`: the three tensors of latent attention that compute
+    rotated channels: queries from the stream, queries from a latent (a model has one of these two),
+    and the keys' and values' latent with the rotated key. Rotated channels are pairs of neighbors
+    there.
     """
 
     names: Sequence[str]
@@ -93,9 +94,10 @@ class Family:
     """Name of the output projection's weight."""
     names: Mapping[str, str]
     """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
-    layer; or parameter → tensor. If a name contains `{expert}`, an expert's number, each expert's
-    matrix is a tensor by itself; if not, all experts of a layer are in one tensor, (E experts,
-    outputs, inputs)."""
+    layer; or parameter → tensor. Modules of a layer with the same name lie in one tensor, one's
+    rows after the other's, in the table's order. If a name contains `{expert}`, an expert's number,
+    each expert's matrix is a tensor by itself; if not, all experts of a layer are in one tensor, (E
+    experts, outputs, inputs)."""
     stacked: Mapping[str, str]
     """pentameter parameter of experts → its tensor's name in folders with the layout that
     `transformers` 5 has in memory: one tensor for all experts, (E experts, outputs, inputs). If two

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -26,19 +28,37 @@ def _forms() -> dict[str, Any]:
     return packaged_table("checkpoint/hugging_face/rope_scaling.toml")
 
 
-def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Form:
+    """The form in which a family's config.json has rotary positions: the arguments of
+    `rotary_rule`."""
+
+    partly: bool = False
+    fraction: float = 0.25
+    former_names: Sequence[str] = ("rotary_emb_base", "rotary_pct")
+    theta: float = 10000.0
+    scaling: Content | None = None
+    scales_scores: bool = False
+    types: Sequence[str] | None = None
+
+
+def _write_rope(model: ModelConfig, *, form: _Form) -> dict[str, Any]:
     """Return the entries of config.json for rotary positions, twice: in the form for transformers 5
-    (`rope_parameters`) and for earlier versions. With `partly`, the family rotates only a fraction
-    of each head's channels (`rotary_fraction`)."""
-    scaling = model.rope_scaling
+    (`rope_parameters`) and for earlier versions. Raises ValueError for a type of scaling that the
+    family does not have."""
+    scaling, partly = model.rope_scaling, form.partly
     name = scaling.type or "default"
+    if form.types is not None and name not in form.types:
+        raise ValueError(
+            f"model.rope_scaling.type={shown(scaling.type)} (possible: {', '.join(form.types)})"
+        )
     values = {_forms()["names"][key]: getattr(scaling, key) for key in _forms()["keys"][name]}
     if scaling.type == "yarn":
         values |= _write_sharpening(scaling)
     fraction = {"partial_rotary_factor": model.rotary_fraction} if partly else {}
-    old = {"rotary_emb_base": model.rope_theta, "rotary_pct": model.rotary_fraction}
+    former = dict(zip(form.former_names, (model.rope_theta, model.rotary_fraction), strict=True))
     return {
-        **(old if partly else {"rope_theta": model.rope_theta}),
+        **(former if partly else {"rope_theta": model.rope_theta}),
         "rope_scaling": {"rope_type": name, "type": name, **values} if values else None,
         "rope_parameters": {
             "rope_type": name,
@@ -61,27 +81,21 @@ def _write_sharpening(scaling: RopeScalingConfig) -> dict[str, float]:
     return values
 
 
-def _read_rope(
-    content: Content,
-    section: Content,
-    *,
-    partly: bool,
-    theta: float,
-    scaling: Content | None,
-    scales_scores: bool,
-) -> dict[str, Any]:
-    """Return `rope_theta`, `rope_scaling` and, with `partly`, `rotary_fraction` from config.json,
-    in the form for transformers 5 or for an earlier version. Raises ValueError for a type or key
-    that is not supported. The other arguments are those of `rotary_rule`."""
+def _read_rope(content: Content, section: Content, *, form: _Form) -> dict[str, Any]:
+    """Return `rope_theta`, `rope_scaling` and, if the family rotates a part of each head,
+    `rotary_fraction` from config.json, in the form for transformers 5 or for an earlier version.
+    Raises ValueError for a type or key that is not supported."""
+    partly, theta = form.partly, form.theta
     where = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    found = content.get(where) or scaling or {}
+    found = content.get(where) or form.scaling or {}
     if not isinstance(found, dict):
         raise ValueError(f"{where}={shown(found)} is not an object")
     theirs = found.get("rope_type", found.get("type", "default"))
     names, keys = _forms()["names"], _forms()["keys"]
-    if not isinstance(theirs, str) or theirs not in keys:
+    possible = keys if form.types is None else form.types
+    if not isinstance(theirs, str) or theirs not in possible:
         raise ValueError(
-            f"{where}: rope_type={shown(theirs)} is not supported; possible: {', '.join(keys)}"
+            f"{where}: rope_type={shown(theirs)} is not supported; possible: {', '.join(possible)}"
         )
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SHARPENING}
     if unknown := sorted(found.keys() - known - {*names.values()}):
@@ -94,10 +108,12 @@ def _read_rope(
         if values[key] is None:
             raise ValueError(f"{where} has no {name}, which rope_type={theirs!r} needs")
     if theirs == "yarn":
-        values |= _read_sharpening(found, where, scales_scores=scales_scores)
-    base, part = ("rotary_emb_base", "rotary_pct") if partly else ("rope_theta", "")
+        values |= _read_sharpening(found, where, scales_scores=form.scales_scores)
+    base, part = form.former_names if partly else ("rope_theta", "")
     base_there = content.get(base, content.get("rope_theta", theta))
-    fraction = content.get("partial_rotary_factor", content.get(part, 0.25 if partly else 1.0))
+    fraction = content.get(
+        "partial_rotary_factor", content.get(part, form.fraction if partly else 1.0)
+    )
     fraction = found.get("partial_rotary_factor", fraction)
     if not partly and fraction != 1:
         raise ValueError(
@@ -139,22 +155,16 @@ def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict
     return {**values, "attention_factor": given.rotation_factor}
 
 
-def rotary_rule(
-    *,
-    partly: bool = False,
-    theta: float = 10000.0,
-    scaling: Content | None = None,
-    scales_scores: bool = False,
-) -> Rule:
+def rotary_rule(**form: Any) -> Rule:
     """Return the rule for a family that rotates queries and keys, by its table `[rotary]`.
 
-    partly: it rotates only a fraction of each head's channels, by default all. theta: the
-    rotation's base if config.json gives none. scaling: `rope_parameters` if config.json has none.
-    scales_scores: YaRN's `mscale_all_dim` also multiplies attention scores, as in families with
-    latent attention.
+    form: partly, whether it rotates only a fraction of each head's channels, by default all;
+    fraction, which one config.json means if it gives none; former_names, of base and fraction, in
+    config.json of earlier versions. theta: the rotation's base if config.json gives none. scaling:
+    `rope_parameters` if config.json has none. scales_scores: YaRN's `mscale_all_dim` also
+    multiplies attention scores, as in families with latent attention. types: the types of scaling
+    that the family has; None for all.
     """
-    read = partial(
-        _read_rope, partly=partly, theta=theta, scaling=scaling, scales_scores=scales_scores
-    )
-    keys = ("rope_theta", "rope_scaling", *(["rotary_fraction"] if partly else []))
-    return Rule(keys, partial(_write_rope, partly=partly), read)
+    of_family = _Form(**form)
+    keys = ("rope_theta", "rope_scaling", *(["rotary_fraction"] if of_family.partly else []))
+    return Rule(keys, partial(_write_rope, form=of_family), partial(_read_rope, form=of_family))

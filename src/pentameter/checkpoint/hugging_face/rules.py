@@ -4,7 +4,7 @@ families."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,26 +29,21 @@ class Rule:
     it, to values for `keys`."""
 
 
-def _layer_types(n_layers: int, window: int | None, every: int | None) -> list[str]:
-    """List `sliding_attention` or `full_attention` for each layer. With a `window` in tokens, every
-    `every`th layer attends to the whole context (None: no layer does); without one, all layers
-    do."""
-
-    def is_whole(layer: int) -> bool:
-        return window is None or (every is not None and (layer + 1) % every == 0)
-
-    return [
-        "full_attention" if is_whole(layer) else "sliding_attention" for layer in range(n_layers)
-    ]
+def _layer_types(model: ModelConfig) -> list[str]:
+    """List `sliding_attention` or `full_attention` for each layer."""
+    layers = map(model.attention.has_window, range(model.n_layers))
+    return ["sliding_attention" if has_window else "full_attention" for has_window in layers]
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Any]:
-    size, every = model.attention.sliding_window, model.attention.sliding_window_pattern
+    types = _layer_types(model)
+    first = types.index("sliding_attention") if "sliding_attention" in types else len(types)
     return {
-        "use_sliding_window": size is not None,
-        "sliding_window": size,
-        "max_window_layers": model.n_layers if size is None else 0,
-        "layer_types": _layer_types(model.n_layers, size, every),
+        "use_sliding_window": model.attention.sliding_window is not None,
+        "sliding_window": model.attention.sliding_window,
+        # Programs that do not know `layer_types` have windows in all layers from here on.
+        "max_window_layers": 0 if "full_attention" in types[first:] else first,
+        "layer_types": types,
     }
 
 
@@ -57,8 +52,7 @@ def _read_windows(
 ) -> dict[str, Any]:
     """Read `sliding_window` and `sliding_window_pattern` from config.json (`content`), and return
     them. If it does not list each layer's kind (`layer_types`), `has_window(layer,
-    max_window_layers)` says whether a layer has a window. Raises ValueError unless all layers have
-    a window, none has, or all have but every nth."""
+    max_window_layers)` says whether a layer has a window. Raises ValueError for other kinds."""
     size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
     n = content.get("max_window_layers", 28)
     if type(n) is not int:
@@ -71,7 +65,7 @@ def _windows(
 ) -> dict[str, Any]:
     """Return `sliding_window` and `sliding_window_pattern` for windows of `size` tokens (None:
     none) in the layers that config.json lists, or else in those for which `has_window` is true.
-    Raises ValueError as `_read_windows` does."""
+    Raises ValueError for other kinds of layers, and for windows without a size."""
     n_layers = section["n_layers"]
     key, types = "layer_types", content.get("layer_types")
     if types is not None and not isinstance(types, list):
@@ -82,16 +76,31 @@ def _windows(
             "sliding_attention" if size is not None and has_window(layer) else "full_attention"
             for layer in range(n_layers)
         ]
-    if types == _layer_types(n_layers, None, None):
-        return {"attention.sliding_window": None, "attention.sliding_window_pattern": None}
     whole = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
-    every = whole[0] + 1 if whole else None
-    if size is not None and every != 1 and types == _layer_types(n_layers, size, every):
-        return {"attention.sliding_window": size, "attention.sliding_window_pattern": every}
-    raise ValueError(
-        f"{key}={shown(content.get(key))} with sliding_window={shown(size)} is not supported: here "
-        "all layers have a window, or all but every so many, or none"
+    are_known = len(types) == n_layers and all(
+        kind in ("full_attention", "sliding_attention") for kind in types
     )
+    if not are_known or (size is None and len(whole) < n_layers):
+        raise ValueError(
+            f"{key}={shown(content.get(key))} with sliding_window={shown(size)} is not supported: "
+            f"each of {n_layers} layers has a window of so many tokens (sliding_attention) or sees "
+            "the whole context (full_attention)"
+        )
+    if len(whole) == n_layers:
+        return {"attention.sliding_window": None, "attention.sliding_window_pattern": None}
+    return {
+        "attention.sliding_window": size,
+        "attention.sliding_window_pattern": layers_in_short(whole, n_layers),
+    }
+
+
+def layers_in_short(layers: Sequence[int], n_layers: int) -> int | tuple[int, ...] | None:
+    """Return the value that names these `layers`, in order, of `n_layers` in a key that names
+    layers: a number if they are every so many, else a tuple; None without any."""
+    if not layers:
+        return None
+    every = layers[0] + 1
+    return every if list(layers) == [*range(every - 1, n_layers, every)] else tuple(layers)
 
 
 LAYERS_WITH_A_WINDOW = Rule(
@@ -111,10 +120,10 @@ has a window."""
 
 
 def _write_alternating(model: ModelConfig) -> dict[str, Any]:
-    size, every = model.attention.sliding_window, model.attention.sliding_window_pattern
+    size = model.attention.sliding_window
     return {  # their code asks for a size, also where no layer has a window
         "sliding_window": model.context_length if size is None else size,
-        "layer_types": _layer_types(model.n_layers, size, every),
+        "layer_types": _layer_types(model),
     }
 
 
@@ -141,29 +150,40 @@ ONE_SWITCH_FOR_WINDOWS = Rule(
 """Rule for a family in which all layers have a window or none has."""
 
 
-def _write_biases(model: ModelConfig) -> dict[str, Any]:
-    if model.attention.qkv_bias != model.bias:
+def _write_attention_biases(model: ModelConfig) -> dict[str, Any]:
+    if model.attention.qkv_bias != model.out_bias:
         raise ValueError(
-            f"model.attention.qkv_bias={shown(model.attention.qkv_bias)} beside model.bias="
-            f"{shown(model.bias)} (attention's four projections have a bias all or none)"
+            f"model.attention.qkv_bias={shown(model.attention.qkv_bias)} beside "
+            f"model.attention.out_bias={shown(model.out_bias)} (attention's four projections have "
+            "a bias all or none)"
         )
-    return {"attention_bias": model.bias, "mlp_bias": model.bias}
+    return {"attention_bias": model.out_bias}
 
 
 def _read_biases(content: Content, section: Content) -> dict[str, Any]:
+    """Return the biases of attention, and with `mlp_bias` of the feed-forward layer. What follows
+    by default, the output projection's from the feed-forward layer's, is left out."""
     attention, mlp = content.get("attention_bias", False), content.get("mlp_bias", False)
-    if attention != mlp:
-        raise ValueError(
-            f"attention_bias={shown(attention)} beside mlp_bias={shown(mlp)} is not supported: "
-            "here attention's output projection and the feed-forward layer have biases both or "
-            "neither"
-        )
-    return {"attention.qkv_bias": attention, "bias": mlp}
+    out = None if attention == mlp else attention
+    return {"attention.qkv_bias": attention, "attention.out_bias": out, "bias": mlp}
 
 
-ONE_SWITCH_FOR_BIASES = Rule(("attention.qkv_bias", "bias"), _write_biases, _read_biases)
-"""Rule for a family in which either all four projections of attention have a bias or none. The
-switch of the feed-forward layer must be the same."""
+def _read_attention_biases(content: Content, section: Content) -> dict[str, Any]:
+    bias = content.get("attention_bias", False)
+    return {"attention.qkv_bias": bias, "attention.out_bias": bias if bias else None}
+
+
+ATTENTION_BIASES = Rule(
+    ("attention.qkv_bias", "attention.out_bias"), _write_attention_biases, _read_attention_biases
+)
+"""Rule for a family in which all four projections of attention have a bias or none has, whatever
+the feed-forward layer has."""
+ATTENTION_AND_MLP_BIASES = Rule(
+    (*ATTENTION_BIASES.keys, "bias"),
+    lambda model: {**_write_attention_biases(model), "mlp_bias": model.bias},
+    _read_biases,
+)
+"""Rule like ATTENTION_BIASES, with a second switch for the feed-forward layer."""
 
 
 def _refuse_odd_width(model: ModelConfig) -> dict[str, Any]:

@@ -15,11 +15,11 @@ Shapes: D d_model, H heads, G KV heads, K head size.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor, copy_region
@@ -81,13 +81,13 @@ class TensorMap:
         # The state of balancing is of training, unless the family says otherwise.
         whole = model.updated({"vocab_multiple": 1, "router.balance": "none", **family.read})
         table = parameter_table(whole)
-        stacked = family.stacked if is_stacked else {}
+        stacked, present = family.stacked if is_stacked else {}, {spec.name for spec in table}
         strips: list[Strip] = []
         shapes: dict[str, tuple[int, ...]] = {}
         transposed: set[str] = set()
         n_experts: dict[str, int] = {}
         for spec in table:
-            for strip in _strips(family, whole, spec, stacked):
+            for strip in _strips(family, whole, spec, stacked, present):
                 strips.append(strip)
                 n_rows = max(strip.their_rows[-1] + 1, shapes.get(strip.theirs, (0,))[0])
                 shapes[strip.theirs] = (n_rows, *spec.shape[1 + _has_experts(spec) :])
@@ -165,7 +165,7 @@ def _fill(sources: Sequence[RowSource], target: torch.Tensor, region: tuple[slic
     rows, *columns = region
     target.zero_()
     first = bisect_left(sources, rows.start, key=lambda source: source.rows[-1])
-    for source in islice(sources, first, None):
+    for source in itertools.islice(sources, first, None):
         if source.rows.start >= rows.stop:
             break
         asked = slice(bisect_left(source.rows, rows.start), bisect_left(source.rows, rows.stop))
@@ -194,11 +194,15 @@ def _has_experts(spec: ParameterSpec) -> bool:
 
 
 def _strips(
-    family: Family, model: ModelConfig, spec: ParameterSpec, stacked: Mapping[str, str]
+    family: Family,
+    model: ModelConfig,
+    spec: ParameterSpec,
+    stacked: Mapping[str, str],
+    present: Collection[str],
 ) -> Iterator[Strip]:
     """Yield the strips that map a parameter's rows to the family's tensors. `stacked` maps a
     parameter's name within a layer to the tensor in which all experts lie; empty if each expert's
-    matrix is a tensor by itself."""
+    matrix is a tensor by itself. `present` are the names of all of the model's parameters."""
     module, _, kind = spec.name.rpartition(".")
     if spec.layer is None:
         name = family.head if module == "head" else f"{family.body}{family.names[module]}.{kind}"
@@ -214,25 +218,31 @@ def _strips(
             together = [key for key in stacked if stacked[key] == stacked.get(parameter)]
             yield from _expert_strips(spec, name, parameter, together or [parameter])
         else:
-            yield _same_rows(spec, name)
+            before = itertools.takewhile(lambda each: each != module, family.names)
+            together = [each for each in before if family.names[each] == family.names[module]]
+            path = f"blocks.{spec.layer}."
+            n_before = sum(f"{path}{each}.{kind}" in present for each in together)
+            yield _same_rows(spec, name, n_before)
         return
     if family.projections.order == "latent":
         yield from _latent_strips(family, model, spec, module, prefix)
         return
     K, n_heads = model.head_channels, model.attention.n_heads
+    heads_before = (0, n_heads, n_heads + model.attention.kv_heads)
     names, order = family.projections.names, family.projections.order
     for row, (part, head) in enumerate(_projected(model, module)):
-        block_in = {"apart": head, "parts": part * n_heads + head, "heads": 3 * head + part}
+        block_in = {"apart": head, "parts": heads_before[part] + head, "heads": 3 * head + part}
         name, their_block = names[part if order == "apart" else 0], block_in[order]
         theirs = range(their_block * K, their_block * K + K)
         yield Strip(spec.name, range(row * K, row * K + K), f"{prefix}{name}.{kind}", theirs)
 
 
-def _same_rows(spec: ParameterSpec, name: str) -> Strip:
-    """Return the Strip for the simplest case: the parameter `spec` here and the tensor `name` of
-    the Hugging Face family have the same rows, all of them, in the same order."""
-    rows = range(spec.shape[0])
-    return Strip(spec.name, rows, name, rows)
+def _same_rows(spec: ParameterSpec, name: str, n_before: int = 0) -> Strip:
+    """Return the Strip for the simplest case: the rows of the parameter `spec` here are rows of the
+    tensor `name` of the Hugging Face family, in the same order: all of them, or those after
+    `n_before` other parameters of the same shape."""
+    n = spec.shape[0]
+    return Strip(spec.name, range(n), name, range(n_before * n, (n_before + 1) * n))
 
 
 def _latent_strips(

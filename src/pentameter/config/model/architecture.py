@@ -111,6 +111,8 @@ class ModelConfig(AttentionSizes, Section):
             )
         if self.experts.count is not None:
             self.experts.check_layers(self.n_layers)
+        pattern = self.attention.sliding_window_pattern
+        _check_listed("model.attention.sliding_window_pattern", pattern, self.n_layers)
         self.router.check_experts(self.experts)
         return self
 
@@ -150,6 +152,12 @@ class ModelConfig(AttentionSizes, Section):
         return self.dropout if self.embedding_dropout is None else self.embedding_dropout
 
     @property
+    def out_bias(self) -> bool:
+        """Whether attention's output projection has a bias: `attention.out_bias`, or `bias` if that
+        is None."""
+        return self.bias if self.attention.out_bias is None else self.attention.out_bias
+
+    @property
     def norm_has_bias(self) -> bool:
         """Whether norms have a bias: with `bias`, if `norm` is `layernorm`; RMSNorm has none by
         definition."""
@@ -171,13 +179,14 @@ class ModelConfig(AttentionSizes, Section):
 
     @property
     def resolved(self) -> ModelConfig:
-        """The same architecture with default sizes (of heads, the feed-forward layer, experts)
-        replaced by the numbers that follow, so that two of them can be compared. If every layer has
-        experts, the feed-forward layer's width, which none uses, becomes an expert's."""
+        """The same architecture with defaults that follow from other keys (of sizes and biases)
+        replaced by what follows, so that two of them can be compared. If every layer has experts,
+        the feed-forward layer's width, which none uses, becomes an expert's."""
         sizes = {
             "feed_forward.width": self.feed_forward_width,
             "attention.head_size": self.head_channels,
             "attention.n_kv_heads": self.attention.kv_heads,
+            "attention.out_bias": self.out_bias,
         }
         if self.attention.type == "latent":
             sizes |= {
@@ -203,6 +212,15 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
         inside = {f"{key}.{name}": each for name, each in value} if key in TABLES else {key: value}
         values |= inside
     return values
+
+
+def _check_listed(path: str, layers: int | tuple[int, ...] | None, n_layers: int) -> None:
+    """Raise ValueError if the key at `path` lists a layer beyond the last of `n_layers`."""
+    last = max(layers, default=0) if isinstance(layers, tuple) else 0
+    if last >= n_layers:
+        raise ValueError(
+            f"{path} has layer {last}, and the last of model.n_layers={n_layers} is {n_layers - 1}"
+        )
 
 
 def _check_latent(model: ModelConfig) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
 
-from pentameter.config.section import Positive, Rate, Section, Switch, Width
+from pentameter.config.section import NonNegative, Positive, Rate, Section, Switch, Width
 from pentameter.errors import listed, nearest_divisors
 
 LATENT_KEYS = ("kv_rank", "q_rank", "rope_head_size", "v_head_size")
@@ -51,11 +51,13 @@ class AttentionConfig(Section):
     without a value, so that a head's weights may sum to less than 1 (gpt-oss)."""
     sliding_window: Positive | None = None
     """Tokens that a query sees, itself included; all earlier ones when absent."""
-    sliding_window_pattern: Positive | None = None
-    """With sliding_window: every so many layers, the last of them sees the whole context instead.
-    All layers have the window when absent."""
+    sliding_window_pattern: Positive | tuple[NonNegative, ...] | None = None
+    """With sliding_window: layers that see the whole context instead, every so many, the last of
+    them, or a list of layers, counted from 0. All layers have the window when absent."""
     qkv_bias: Switch = False
     """A bias on the query, key and value projections."""
+    out_bias: Switch | None = None
+    """A bias on the output projection; as model.bias says when absent."""
     dropout: Rate = 0.0
     """On the attention weights."""
 
@@ -81,6 +83,12 @@ class AttentionConfig(Section):
                 f"model.attention.{key} out"
             )
         return self
+
+    def has_window(self, layer: int) -> bool:
+        """Return whether layer number `layer`, from 0, has a sliding window, which may be longer
+        than the context: with `sliding_window`, all but those that `sliding_window_pattern`
+        names."""
+        return self.sliding_window is not None and not is_named(layer, self.sliding_window_pattern)
 
     @property
     def kv_heads(self) -> int:
@@ -158,9 +166,17 @@ class AttentionSizes:
 
     def window(self, layer: int) -> int | None:
         """Return how many tokens a query in layer number `layer`, from 0, attends to, itself
-        included; None for the whole prefix. This is `sliding_window`, except in every
-        `sliding_window_pattern`-th layer, or if the window is no shorter than the context."""
-        size, every = self.attention.sliding_window, self.attention.sliding_window_pattern
-        if size is None or size >= self.context_length:
+        included; None for the whole prefix. This is `sliding_window`, except in the layers that
+        `sliding_window_pattern` names, or if the window is no shorter than the context."""
+        size = self.attention.sliding_window
+        if size is None or size >= self.context_length or not self.attention.has_window(layer):
             return None
-        return None if every is not None and (layer + 1) % every == 0 else size
+        return size
+
+
+def is_named(layer: int, layers: int | tuple[int, ...] | None) -> bool:
+    """Return whether `layers`, the value of a key that names layers, names number `layer`, from 0:
+    a number n names every nth layer, a tuple those in it, None no layer."""
+    if isinstance(layers, int):
+        return (layer + 1) % layers == 0
+    return layers is not None and layer in layers

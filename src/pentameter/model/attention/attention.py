@@ -156,7 +156,7 @@ class Attention(CausalAttention):
             case unknown:
                 refuse_unknown(unknown, "model.attention.qk_norm", "the model")
         self.sinks = Sinks(H) if config.attention.sinks else None
-        self.out = nn.Linear(H * K, D, bias=config.bias)
+        self.out = nn.Linear(H * K, D, bias=config.out_bias)
 
     def forward(
         self,

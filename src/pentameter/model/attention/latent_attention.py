@@ -58,7 +58,7 @@ class LatentAttention(CausalAttention):
         self.gather: Gather = whole
         """Function that brings latents to attention. Tensor parallelism replaces it by one that
         all-gathers them over the sequence, and sums their gradients over heads."""
-        self.out = nn.Linear(H * self.value_size, D, bias=config.bias)
+        self.out = nn.Linear(H * self.value_size, D, bias=config.out_bias)
 
     def forward(
         self,

@@ -44,7 +44,9 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
     if model.attention.sinks:
         init = Init("normal", model.init_std)
         yield vector(f"{path}.sinks.weight", H, "heads", init, layer)
-    yield from linear(model, f"{path}.out", layer, (D, H * K), ("embed", "heads"), bias=model.bias)
+    yield from linear(
+        model, f"{path}.out", layer, (D, H * K), ("embed", "heads"), bias=model.out_bias
+    )
 
 
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:

@@ -33,7 +33,7 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
     kv_width = H * model.head_channels + v_width
     yield from _projection(model, f"{path}.kv", layer, kv_width, C, "latent")
     yield from linear(
-        model, f"{path}.out", layer, (D, v_width), ("embed", "heads"), bias=model.bias
+        model, f"{path}.out", layer, (D, v_width), ("embed", "heads"), bias=model.out_bias
     )
 
 

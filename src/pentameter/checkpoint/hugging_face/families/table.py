@@ -16,7 +16,7 @@ from pentameter.config.tables import packaged_table
 
 IN_ORDER = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "olmo2", "qwen3_moe", "mixtral"),
-    *("olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "phi3"),
 )
 """`model_type` in config.json of each family. If several can express a model, the first one is
 written."""
