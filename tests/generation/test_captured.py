@@ -35,6 +35,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "a gpt-2": {},
     "a llama": LLAMA | {"qk_norm": "head", "tied_head": False},
     "windows and sinks": LLAMA | {"sliding_window": 5, "attention_sinks": True},
+    "bases and windows by layer": LLAMA
+    | {
+        "norm_position": "both",
+        "attention": {"score_size": 20, "sliding_window": 5, "sliding_window_pattern": (1,)},
+        "window_rope_theta": 100.0,
+        "nope_layers": (0,),
+    },
     "latent attention": LATENT | {"positions": "rotary"},
     "sinusoidal": {"positions": "sinusoidal", "dropout": 0.3, "logit_softcap": 20.0},
 }

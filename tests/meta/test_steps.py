@@ -58,6 +58,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.feed_forward.width": 24,
         "model.logit_softcap": 15.0,
     },
+    "norms on both sides, bases by layer": {
+        **ROTARY,
+        "model.norm": "rmsnorm",
+        "model.norm_position": "both",
+        "model.window_rope_theta": 100.0,
+        "model.nope_layers": 2,
+        "model.attention.n_kv_heads": 2,
+        "model.attention.sliding_window": 5,
+        "model.attention.sliding_window_pattern": 2,
+        "model.attention.score_size": 24,
+        "model.feed_forward.activation": "geglu_tanh",
+    },
     "as in 2017": {
         "model.norm_position": "post",
         "model.positions": "sinusoidal",

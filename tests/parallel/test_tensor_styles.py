@@ -21,6 +21,7 @@ MODELS: list[dict[str, Any]] = [
     {"n_kv_heads": 1, "qk_norm": "head"},
     {"n_kv_heads": 2, "qk_norm": "width"},
     {"n_kv_heads": 2, "attention_sinks": True},
+    {"norm_position": "both", "attention": {"out_bias": True}},
 ]
 
 

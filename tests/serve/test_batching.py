@@ -102,6 +102,14 @@ SHARED = {
         qk_norm="head",
         tied_head=False,
     ),
+    "bases and windows by layer": make_slots(
+        positions="rotary",
+        norm="rmsnorm",
+        norm_position="both",
+        attention={"score_size": 20, "sliding_window": 9, "sliding_window_pattern": (1,)},
+        window_rope_theta=100.0,
+        nope_layers=(0,),
+    ),
     "latent attention": make_slots(
         positions="rotary", attention="latent", kv_rank=12, q_rank=10, v_head_size=6
     ),

@@ -163,6 +163,33 @@ def test_sinks_windows_and_biases_of_experts_on_every_kind_of_layout(layouts, wo
         assert outcome.worst.error <= TOLERANCE / 20
 
 
+BY_LAYER = {
+    "model.norm_position": "both",
+    "model.window_rope_theta": 100.0,
+    "model.nope_layers": (1,),
+    "model.rope_scaling.type": "linear",
+    "model.attention.score_size": 24,
+    "model.attention.sliding_window": 64,
+    "model.attention.sliding_window_pattern": (2,),
+    "model.attention.out_bias": True,
+    "model.feed_forward.activation": "geglu_tanh",
+}
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        "tensor=2,sequence=1;context=2;pipeline=2",
+        pytest.param("all", marks=pytest.mark.slow),
+    ],
+)
+def test_norms_on_both_sides_and_rotations_by_layer(layouts, workers):
+    config = load_config("qwen3-0.6b", BY_LAYER)
+    cases = chosen_cases(config, layouts)
+    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
+        assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
+
+
 def test_a_grid_takes_no_sinks():
     config = load_config("qwen3-0.6b", {"model.attention.sinks": True})
     with pytest.raises(ConfigError, match=r"attention.sinks=true is not possible with .*'2d'"):

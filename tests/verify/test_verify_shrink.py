@@ -19,7 +19,8 @@ STRUCTURE = {
     "model": (
         "feed_forward.activation feed_forward.swiglu_alpha feed_forward.swiglu_limit "
         "attention.type attention.sinks norm norm_position norm_eps attention.qk_norm "
-        "positions rope_theta rope_scaling parallel_residual logit_softcap tied_head "
+        "positions rope_theta window_rope_theta attention.score_size rope_scaling "
+        "parallel_residual logit_softcap tied_head "
         "head_bias attention.qkv_bias attention.out_bias bias embedding_scale experts.shared_gate "
         "router.score_function router.top_k_first router.renormalize router.scale "
         "router.bias router.balance router.balance_rate router.balance_weight "
@@ -31,7 +32,7 @@ STRUCTURE = {
 SIZES = {
     "model": (
         "n_layers attention.n_heads attention.n_kv_heads attention.head_size "
-        "rotary_fraction attention.sliding_window attention.sliding_window_pattern "
+        "rotary_fraction nope_layers attention.sliding_window attention.sliding_window_pattern "
         "d_model feed_forward.width context_length vocab_size vocab_multiple dropout "
         "attention.dropout embedding_dropout experts.count experts.per_token "
         "experts.width experts.n_shared experts.dense_layers router.groups "

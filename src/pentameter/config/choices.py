@@ -70,15 +70,21 @@ DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "fl
 NORM_MAY_HAVE_BIAS = {"layernorm": True, "rmsnorm": False}
 """`model.norm` → True if it adds a bias with `model.bias`."""
 
-FINAL_NORM = {"pre": True, "post": False, "output": True}
+FINAL_NORM = {"pre": True, "post": False, "output": True, "both": True}
 """`model.norm_position` → True if a norm comes between the last block and the head."""
+
+NORM_NAMES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("pre", "post", "output"), ("{}_norm",)),
+    "both": ("{}_norm", "{}_output_norm"),
+}
+"""`model.norm_position` → the names of a sub-layer's norms in its block, {} being its own name."""
 
 POSITION_TABLE = {"learned": True, "sinusoidal": False, "rotary": False}
 """`model.positions` → True if they are parameters."""
 
 GATES = {
     **dict.fromkeys(("relu", "relu2", "gelu", "gelu_tanh"), False),
-    **dict.fromkeys(("swiglu", "geglu", "swiglu_clamped"), True),
+    **dict.fromkeys(("swiglu", "geglu", "geglu_tanh", "swiglu_clamped"), True),
 }
 """`model.feed_forward.activation` → True if a third matrix gates the feed-forward layer."""
 

@@ -30,6 +30,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "geglu": lambda gate, up: F.gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "swiglu_clamped": lambda gate, up, *, alpha, limit: _clamped_swiglu(gate, up, alpha, limit),
 }
 """Maps a value of `model.feed_forward.activation` to its function; `activation_of` binds a model's

@@ -26,8 +26,8 @@ from pentameter.model.feed_forward import MLP
 from pentameter.model.initial import initialize
 from pentameter.model.loss import HeadLoss, softcapped
 from pentameter.model.matmul import PLAIN, Matmul
-from pentameter.model.positions import Positions, rotation, sinusoidal_positions
-from pentameter.planning.gpt import layer_range, sub_layers
+from pentameter.model.positions import Positions, rotations, sinusoidal_positions
+from pentameter.planning.gpt import layer_range, norm_names, sub_layers
 
 SUB_LAYERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
     "attention": Attention,
@@ -166,7 +166,7 @@ class GPT(nn.Module):
             x = self.embedding_dropout(x, dropout_keys, of_stream)
             if self.training and self.stream_dtype is not None:
                 x = x.to(self.stream_dtype)
-        rotary = rotation(positions, self.config, x.dtype)
+        rotary = rotations(positions, self.config, x.dtype)
         all_positions = Positions(of_stream, positions, rotary)
         for block in self.blocks.values():
             x = block(x, all_positions, dropout_keys, cache)
@@ -247,12 +247,13 @@ class Block(nn.Module):
         self.parallel_residual = config.parallel_residual
         self.names = [each.name for each in sub_layers(config, layer)]
         for name in self.names:
-            self.add_module(f"{name}_norm", _norm(config))
+            for norm_name in norm_names(config, name):
+                self.add_module(norm_name, _norm(config))
             build = look_up(SUB_LAYERS, name, "a sub-layer's name", "the model")
             self.add_module(name, build(config, layer))
 
     def sub_layers(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return (norm, sub-layer) pairs in execution order."""
+        """Return (norm, sub-layer) pairs in execution order, with the first norm of each."""
         return [(getattr(self, f"{name}_norm"), getattr(self, name)) for name in self.names]
 
     def forward(
@@ -268,7 +269,7 @@ class Block(nn.Module):
         `cache`, if given, and reads it. Norms compute in their weights' dtype; in training the
         stream keeps its own."""
         dtype, reads = x.dtype, None
-        for norm, sub_layer in self.sub_layers():
+        for name, (norm, sub_layer) in zip(self.names, self.sub_layers(), strict=True):
             match self.norm_position:
                 case "pre":
                     if reads is None or not self.parallel_residual:
@@ -277,6 +278,9 @@ class Block(nn.Module):
                 case "post":
                     x = x + sub_layer(x, positions, dropout_keys, cache)
                     x = norm(_wide(x, norm))
+                case "both":
+                    y = sub_layer(norm(_wide(x, norm)), positions, dropout_keys, cache)
+                    x = x + self.get_submodule(f"{name}_output_norm")(y)
                 case "output":
                     x = x + norm(sub_layer(x, positions, dropout_keys, cache))
                 case unknown:

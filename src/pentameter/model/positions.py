@@ -6,12 +6,14 @@ Shapes: B batch, T tokens, D d_model, H heads, K head size, R rotated channels i
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pentameter.config.choices import refuse_unknown
+from pentameter.config.model.architecture import RotationKind
 from pentameter.config.schema import ModelConfig
 
 
@@ -27,8 +29,13 @@ class Positions(NamedTuple):
     attention: Tensor
     """Positions (T,) of the tokens that attention sees; a longer tensor than `stream` if the stream
     is sharded along the sequence."""
-    rotation: Rotation | None
-    """Rotation of these queries and keys by their positions; None unless positions are rotary."""
+    rotations: Mapping[RotationKind, Rotation]
+    """The model's rotations of these queries and keys by their positions; empty unless positions
+    are rotary."""
+
+    def rotation(self, kind: RotationKind | None) -> Rotation | None:
+        """Return the rotation of that kind, None for None."""
+        return None if kind is None else self.rotations[kind]
 
 
 class Rotation(NamedTuple):
@@ -49,9 +56,29 @@ class Rotation(NamedTuple):
         return torch.cat(parts, dim=-1).to(x.dtype)
 
 
-def rotation(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rotation | None:
-    """Return the Rotation for queries and keys at int64 positions (T,), in `dtype` but at least
-    fp32; None unless positions are rotary.
+def rotations(
+    positions: Tensor, config: ModelConfig, dtype: torch.dtype
+) -> dict[RotationKind, Rotation]:
+    """Return the model's rotations of queries and keys at int64 positions (T,), as `rotation` has
+    them: `whole`, and `window` if layers with a sliding window have a base of their own. Empty
+    unless positions are rotary."""
+    found: dict[RotationKind, Rotation] = {}
+    kinds: tuple[RotationKind, ...] = ("whole", "window")
+    for kind in kinds[: 1 if config.window_rope_theta is None else 2]:
+        turned = rotation(positions, config, dtype, kind)
+        if turned is not None:
+            found[kind] = turned
+    return found
+
+
+def rotation(
+    positions: Tensor,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kind: RotationKind = "whole",
+) -> Rotation | None:
+    """Return the model's Rotation of that `kind` for queries and keys at int64 positions (T,), in
+    `dtype` but at least fp32; None unless positions are rotary.
 
     It follows "RoFormer" (Su et al. 2021), with channels in the order that Hugging Face's
     models use. Angles are fp32 whatever the model's dtype, because published weights were
@@ -59,17 +86,21 @@ def rotation(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rota
     """
     if config.positions != "rotary":
         return None
-    angles = positions.to(torch.float32)[:, None] * _frequencies(config, positions.device)
-    dtype, factor = torch.promote_types(dtype, torch.float32), config.rope_scaling.rotation_factor
+    angles = positions.to(torch.float32)[:, None] * _frequencies(config, positions.device, kind)
+    dtype = torch.promote_types(dtype, torch.float32)
+    factor = config.rope_scaling.rotation_factor if kind == "whole" else 1.0
     return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
 
 
-def _frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+def _frequencies(config: ModelConfig, device: torch.device, kind: RotationKind) -> Tensor:
     """Return the rotary frequencies (R / 2,), in radians per token, fp32, lowered for a longer
     context as `model.rope_scaling` says. Type `linear` divides all by `factor`; `llama3` and `yarn`
-    divide low frequencies, keep high ones, and interpolate between them."""
+    divide low frequencies, keep high ones, and interpolate between them. Those of the kind `window`
+    are as `window_rope_theta` gives them."""
     R, scaling = config.turning_channels, config.rope_scaling
     pair = torch.arange(0, R, 2, device=device, dtype=torch.float32)
+    if kind == "window" and config.window_rope_theta is not None:
+        return 1.0 / config.window_rope_theta ** (pair / R)
     radians = config.rope_theta ** (pair / R)  # tokens for an angle of 1
     frequencies = 1.0 / radians
     match scaling.type:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from pentameter.config.choices import look_up, refuse_unknown
+from pentameter.config.choices import NORM_NAMES, look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import (
     Axis,
@@ -38,6 +38,14 @@ def sub_layers(model: ModelConfig, layer: int) -> tuple[SubLayer, ...]:
     key = "model.attention.type"
     attention = look_up(ATTENTIONS, model.attention.type, key, "the parameter table")
     return attention, EXPERTS if model.experts.are_in(layer) else FEED_FORWARD
+
+
+def norm_names(model: ModelConfig, path: str) -> list[str]:
+    """Return the names of the norms of the sub-layer called `path`, such as `mlp`, in the order of
+    the model's modules."""
+    key = "model.norm_position"
+    names = look_up(NORM_NAMES, model.norm_position, key, "the parameter table")
+    return [name.format(path) for name in names]
 
 
 @lru_cache(maxsize=64)
@@ -72,7 +80,8 @@ def parameter_table(
     for layer in range(first_layer, last_layer):
         for sub_layer in sub_layers(model, layer):
             path = f"blocks.{layer}.{sub_layer.name}"
-            table.extend(norm(model, f"{path}_norm", layer))
+            for name in norm_names(model, path):
+                table.extend(norm(model, name, layer))
             table.extend(sub_layer.parameters(model, path, layer))
     if is_last:
         if model.has_final_norm:
@@ -140,7 +149,7 @@ def _add_embedding(build: OperationList) -> None:
 def _add_block(build: OperationList, layer: int) -> None:
     """Add one block's operations, sub-layer by sub-layer, to `build`. `model.norm_position` places
     the norm: 'pre' ahead of each sub-layer, 'post' on the stream after the sub-layer was added,
-    'output' on the sub-layer's result before it is added."""
+    'output' on the sub-layer's result before it is added, 'both' a norm ahead and one there."""
     model, build.layer = build.model, layer
     stream = x = residual_stream(model, f"blocks.{layer}")
     for sub_layer in sub_layers(model, layer):
@@ -154,6 +163,10 @@ def _add_block(build: OperationList, layer: int) -> None:
             case "post":
                 sub_layer.add_operations(build, path, x)
                 x = replace(build.norm(f"{path}_norm", total), dtype="stream")
+            case "both":
+                sub_layer.add_operations(build, path, build.norm(f"{path}_norm", x))
+                build.norm(f"{path}_output_norm", residual_stream(model, f"{path}.added"))
+                x = total
             case "output":
                 sub_layer.add_operations(build, path, x)
                 build.norm(f"{path}_norm", residual_stream(model, f"{path}.added"))

@@ -33,7 +33,7 @@ from pentameter.model.attention.attention import attend_by
 from pentameter.model.attention.cache import choice_numbers
 from pentameter.model.attention.dot_product import ALL_KEYS, DotProductAttention, Weighting
 from pentameter.model.gpt import GPT
-from pentameter.model.positions import Positions, rotation
+from pentameter.model.positions import Positions, rotations
 
 PIECE_TOKENS = 64
 """Maximum number of prompt tokens in one pass. It is small, so that other texts do not wait
@@ -282,7 +282,7 @@ class Slots:
         model, self._attention.under_way = self._model, under_way
         with self._kernels():
             x = model.embed(tokens, positions)
-            rotary = rotation(positions, model.config, x.dtype)
+            rotary = rotations(positions, model.config, x.dtype)
             for block in model.blocks.values():
                 x = block(x, Positions(positions, positions, rotary), None, under_way)
             x = x[:, asked]

@@ -87,6 +87,7 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "model.rotary_fraction": 1.0 if model.rotary_fraction == 1.0 else 0.5,
         "model.attention.sliding_window": None if window is None else by_sequence * context,
         "model.attention.sliding_window_pattern": None if every is None else 3,
+        "model.nope_layers": None if model.nope_layers is None else 2,
         "model.feed_forward.width": math.lcm(12, tensor),
         **(_latent(model) | _experts(model, cases)),
         "model.context_length": 4 * by_sequence * context,

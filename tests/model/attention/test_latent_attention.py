@@ -10,7 +10,7 @@ from pentameter.model.attention.dot_product import DotProductAttention
 from pentameter.model.attention.latent_attention import LatentAttention
 from pentameter.model.gpt import build_model
 from pentameter.model.matmul import PLAIN
-from pentameter.model.positions import Positions, rotation
+from pentameter.model.positions import Positions, rotations
 from pentameter.parallel.linear import install_forwards
 from pentameter.parallel.sources.adapters import add_adapters
 
@@ -86,7 +86,7 @@ def test_it_is_the_definition(monkeypatch, q_rank, pads):
             norm.weight.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
         x = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         numbers = torch.arange(T)
-        positions = Positions(numbers, numbers, rotation(numbers, model.config, x.dtype))
+        positions = Positions(numbers, numbers, rotations(numbers, model.config, x.dtype))
         layer.attend = Attention()
         y = layer(x, positions)
         assert widths == [K + R if pads else V]

@@ -65,9 +65,13 @@ def accounted_keys(family: Family) -> list[str]:
 
 
 def simplest(model: ModelConfig) -> ModelConfig:
-    """Return a copy whose redundant sizes are None: `n_kv_heads` equal to `n_heads`, and
-    `head_size` equal to d_model / n_heads."""
+    """Return a copy whose redundant values are None: `n_kv_heads` equal to `n_heads`, `head_size`
+    equal to d_model / n_heads, `score_size` equal to that, `out_bias` equal to `bias`."""
     same: dict[str, None] = {}
+    if model.attention.score_size == model.head_channels:
+        same["attention.score_size"] = None
+    if model.attention.out_bias == model.bias:
+        same["attention.out_bias"] = None
     if model.attention.n_kv_heads == model.attention.n_heads:
         same["attention.n_kv_heads"] = None
     if (

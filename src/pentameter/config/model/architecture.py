@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import model_validator
 
 from pentameter.config.choices import FINAL_NORM, NORM_MAY_HAVE_BIAS, POSITION_TABLE, look_up
-from pentameter.config.model.attention import AttentionConfig, AttentionSizes
+from pentameter.config.model.attention import AttentionConfig, AttentionSizes, is_named
 from pentameter.config.model.feed_forward import ExpertsConfig, FeedForwardConfig, RouterConfig
 from pentameter.config.model.former_keys import TABLES, former_keys, with_present_keys
 from pentameter.config.model.rope_scaling import RopeScalingConfig
 from pentameter.config.section import (
     Depth,
     Factor,
+    NonNegative,
     Positive,
     PositiveFloat,
     Rate,
@@ -26,8 +27,18 @@ from pentameter.config.section import (
 )
 from pentameter.errors import ConfigError, listed, nearest_divisors
 
-ROTARY_KEYS = ("rope_theta", "rotary_fraction", "rope_scaling")
+ROTARY_KEYS = (
+    "rope_theta",
+    "window_rope_theta",
+    "nope_layers",
+    "rotary_fraction",
+    "rope_scaling",
+)
 """Keys that act with `positions = "rotary"` only."""
+
+
+RotationKind = Literal["whole", "window"]
+"""Name of one of a model's rotations: that of the model, or that of layers with a window."""
 
 
 class ModelConfig(AttentionSizes, Section):
@@ -45,9 +56,10 @@ class ModelConfig(AttentionSizes, Section):
     """Width of the residual stream (D)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation of the residual stream."""
-    norm_position: Literal["pre", "post", "output"] = "pre"
+    norm_position: Literal["pre", "post", "output", "both"] = "pre"
     """`pre`: x + f(norm(x)) and a final norm; `post`: norm(x + f(x)), as in the 2017 paper;
-    `output`: x + norm(f(x)) and a final norm (OLMo 2)."""
+    `output`: x + norm(f(x)) and a final norm (OLMo 2); `both`: x + norm(f(norm(x))), of two norms,
+    and a final norm (Gemma 2)."""
     norm_eps: PositiveFloat = 1e-5
     """Added to a norm's variance, or to RMSNorm's mean square."""
     parallel_residual: Switch = False
@@ -57,6 +69,12 @@ class ModelConfig(AttentionSizes, Section):
     """Position encoding; `rotary` rotates queries and keys (Su et al. 2021)."""
     rope_theta: PositiveFloat = 10000.0
     """Rotary: the base of the frequencies, theta^(-2i / channels)."""
+    window_rope_theta: PositiveFloat | None = None
+    """Rotary: the base in layers with a sliding window, where rope_scaling does not act (Gemma 3);
+    as in other layers when absent."""
+    nope_layers: Positive | tuple[NonNegative, ...] | None = None
+    """Rotary: layers that rotate nothing, so that their attention knows no positions (SmolLM3):
+    every so many, the last of them, or a list of layers, counted from 0. None when absent."""
     rotary_fraction: Factor = 1.0
     """Rotary: fraction of a head's channels that are rotated, the first ones."""
     tied_head: Switch = True
@@ -113,6 +131,7 @@ class ModelConfig(AttentionSizes, Section):
             self.experts.check_layers(self.n_layers)
         pattern = self.attention.sliding_window_pattern
         _check_listed("model.attention.sliding_window_pattern", pattern, self.n_layers)
+        _check_listed("model.nope_layers", self.nope_layers, self.n_layers)
         self.router.check_experts(self.experts)
         return self
 
@@ -151,6 +170,15 @@ class ModelConfig(AttentionSizes, Section):
         `dropout`, the rate after the sub-layers."""
         return self.dropout if self.embedding_dropout is None else self.embedding_dropout
 
+    def rotates_by(self, layer: int) -> RotationKind | None:
+        """Return by which of the model's rotations layer number `layer`, from 0, rotates queries
+        and keys: `window` in layers with a sliding window if they have a base of their own, else
+        `whole`; None if the layer rotates nothing."""
+        if self.positions != "rotary" or is_named(layer, self.nope_layers):
+            return None
+        has_own = self.window_rope_theta is not None and self.attention.has_window(layer)
+        return "window" if has_own else "whole"
+
     @property
     def out_bias(self) -> bool:
         """Whether attention's output projection has a bias: `attention.out_bias`, or `bias` if that
@@ -187,6 +215,7 @@ class ModelConfig(AttentionSizes, Section):
             "attention.head_size": self.head_channels,
             "attention.n_kv_heads": self.attention.kv_heads,
             "attention.out_bias": self.out_bias,
+            "attention.score_size": self.attention.score_size or self.head_channels,
         }
         if self.attention.type == "latent":
             sizes |= {
@@ -237,6 +266,11 @@ def _check_latent(model: ModelConfig) -> None:
             "model.attention.type='latent' says by model.attention.rope_head_size how many "
             "channels rotate; leave model.rotary_fraction out"
         )
+    if model.first_set(("nope_layers",)):
+        raise ValueError(
+            "model.attention.type='latent' rotates some channels in every layer; leave "
+            "model.nope_layers out"
+        )
     if model.value_channels > model.query_channels:
         raise ValueError(
             f"model.attention.v_head_size={model.attention.v_head_size} must be at most "
@@ -254,6 +288,11 @@ def _check_positions(model: ModelConfig) -> None:
             "(pairs of sine and cosine)"
         )
     model.check_effect("model", ROTARY_KEYS, "positions", "rotary")
+    if model.window_rope_theta is not None and model.attention.sliding_window is None:
+        raise ValueError(
+            f"model.window_rope_theta={model.window_rope_theta} is the base in layers with a "
+            "window, and model.attention.sliding_window is not set; set it, or leave both out"
+        )
     if model.positions == "rotary":
         _check_rotary(model)
 

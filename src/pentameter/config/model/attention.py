@@ -16,6 +16,7 @@ _WITHOUT_LATENT = {
     "n_kv_heads": "computes keys and values of each head from the same numbers",
     "qk_norm": "norms the numbers that keys and queries are computed from",
     "sinks": "has no sinks beside its keys",
+    "score_size": "divides scores by the square root of a query's channels",
 }
 
 
@@ -46,6 +47,9 @@ class AttentionConfig(Section):
     qk_norm: Literal["head", "width"] | None = None
     """RMSNorm of queries and keys before positions act: `head` of each head's channels (Qwen 3),
     `width` of all heads' together (OLMo 2). None ("none") has none."""
+    score_size: Width | None = None
+    """Attention scores are divided by the square root of this number (Gemma 2); head_size when
+    absent."""
     sinks: Switch = False
     """A learned number per head takes part in the softmax of its attention scores, as one more key
     without a value, so that a head's weights may sum to less than 1 (gpt-oss)."""
@@ -128,6 +132,13 @@ class AttentionSizes:
         if self.attention.type == "latent":
             return self.rope_channels
         return round(self.head_channels * self.rotary_fraction)
+
+    @property
+    def query_factor(self) -> float:
+        """The factor of queries, 1 unless `attention.score_size` is set: attention divides their
+        scores by the square root of `head_channels`, and the model by that of `score_size`."""
+        size = self.attention.score_size
+        return 1.0 if size is None else (self.head_channels / size) ** 0.5
 
     @property
     def latent_channels(self) -> int:

@@ -27,13 +27,13 @@ class FeedForwardConfig(Section):
     width: Width | None = None
     """Width of the feed-forward layer; 4 × d_model when absent."""
     activation: Literal[
-        "relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped"
+        "relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped"
     ] = "gelu"
     """Feed-forward non-linearity; `gelu` is exact, `gelu_tanh` GPT-2's approximation, `relu2` the
-    square of `relu`. `swiglu` and `geglu` are SiLU or GELU of a gate, a matrix of its own, times
-    the layer's inner width (Shazeer 2020). `swiglu_clamped`: gate · sigmoid(swiglu_alpha · gate) ·
-    (inner width + 1), the gate at most swiglu_limit, the inner width within ± swiglu_limit
-    (gpt-oss)."""
+    square of `relu`. `swiglu`, `geglu` and `geglu_tanh` are SiLU, GELU or `gelu_tanh` of a gate, a
+    matrix of its own, times the layer's inner width (Shazeer 2020). `swiglu_clamped`: gate ·
+    sigmoid(swiglu_alpha · gate) · (inner width + 1), the gate at most swiglu_limit, the inner width
+    within ± swiglu_limit (gpt-oss)."""
     swiglu_alpha: PositiveFloat = 1.702
     """`swiglu_clamped`: factor of the gate in the sigmoid."""
     swiglu_limit: PositiveFloat = 7.0
@@ -48,7 +48,7 @@ class FeedForwardConfig(Section):
     @property
     def has_gate(self) -> bool:
         """Whether the layer has a gate, a further matrix with the shape of `up`: with the
-        activations `swiglu`, `geglu` and `swiglu_clamped`."""
+        activations `swiglu`, `geglu`, `geglu_tanh` and `swiglu_clamped`."""
         key = "model.feed_forward.activation"
         return look_up(GATES, self.activation, key, "the parameter table")
 

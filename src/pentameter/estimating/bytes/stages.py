@@ -64,7 +64,10 @@ def alike_stages(model: ModelConfig, layout: Layout, stages: Sequence[range]) ->
 
 def stage_kind(model: ModelConfig, layers: range) -> object:
     """Return a hashable key that is equal for stages that cost the same: they have the same of
-    embedding and head, and equally many layers of each kind (with experts or without, and of each
-    attention window)."""
-    kinds = Counter((model.experts.are_in(layer), model.window(layer)) for layer in layers)
+    embedding and head, and equally many layers of each kind (with experts or without, of each
+    attention window and rotation)."""
+    kinds = Counter(
+        (model.experts.are_in(layer), model.window(layer), model.rotates_by(layer))
+        for layer in layers
+    )
     return frozenset(kinds.items()), layers.start == 0, layers.stop == model.n_layers

@@ -42,7 +42,7 @@ class CausalAttention(nn.Module):
     """Base class for attention sub-layers, with what they have in common: the window, the run's
     attention (`attend`), and dropout on attention weights and on the output. A subclass adds its
     projections, the last one being `out`. `layer` is the block's index in the whole model, from
-    which the window and the dropout sites follow."""
+    which the window, the rotation and the dropout sites follow."""
 
     out: nn.Linear
 
@@ -50,6 +50,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.window = config.window(layer)
+        self.rotates_by = config.rotates_by(layer)
         self.weights_dropout = AttentionDropout(
             attention_weights_site(layer), config.attention.dropout, config.context_length
         )
@@ -135,6 +136,7 @@ class Attention(CausalAttention):
         super().__init__(config, layer)
         D, H, G = config.d_model, config.attention.n_heads, config.attention.kv_heads
         K = self.head_size = config.head_channels
+        self.query_factor = config.query_factor
         self.shares_kv = config.attention.shares_kv_heads
         if self.shares_kv:
             self.q = nn.Linear(D, H * K, bias=config.attention.qkv_bias)
@@ -172,7 +174,9 @@ class Attention(CausalAttention):
         no dropout. With a `cache`, x's keys and values are appended to it, and attention also sees
         the cached ones.
         """
-        q, k, v = (each.transpose(1, 2) for each in self.project(x, positions.rotation))
+        q, k, v = (
+            each.transpose(1, 2) for each in self.project(x, positions.rotation(self.rotates_by))
+        )
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, G, past + T, K)
         sinks = None if self.sinks is None else self.sinks()
@@ -181,7 +185,8 @@ class Attention(CausalAttention):
 
     def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (B, T, D) to queries (B, T, H, K), keys and values (B, T, G, K). Queries and
-        keys are normed if `attention.qk_norm` is set, and rotated unless `rotation` is None."""
+        keys are normed if `attention.qk_norm` is set, and rotated unless `rotation` is None;
+        queries are multiplied by `query_factor`."""
         K = self.head_size
         if self.shares_kv:
             q, kv = self.read(x, self.q, self.kv)
@@ -190,12 +195,14 @@ class Attention(CausalAttention):
         else:
             (qkv,) = self.read(x, self.qkv)
             q, k, v = qkv.unflatten(-1, (-1, 3, K)).unbind(-2)
-        q_made = q
+        k_made = k
         if self.qk_norm is not None:
             q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if rotation is not None:
             q, k = rotation(q), rotation(k)
-        if q is not q_made:
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
+        if k is not k_made:
             v = v.contiguous()  # so that the projection's output, shared by all three, can be freed
         return q, k, v
 

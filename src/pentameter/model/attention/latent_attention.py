@@ -74,7 +74,7 @@ class LatentAttention(CausalAttention):
         no dropout. With a `cache`, x's latents and rotated keys are appended to it, and attention
         also sees the cached ones.
         """
-        rotation = positions.rotation
+        rotation = positions.rotation(self.rotates_by)
         assert rotation is not None  # the configuration asks for rotary positions
         q_input = x if self.q_down is None else normed(self.q_norm, self.q_down(x))
         down = self.kv_down(x)

@@ -122,16 +122,22 @@ def _add_inputs(
         n * model.head_channels for n in (model.attention.n_heads, model.attention.kv_heads)
     )
     made = tuple(build.linear(f"{path}.{name}", x) for name in projections(model))
+    assert build.layer is not None
     q, k = made[0], made[-1]
     kv_axis = k.axes[1]
     if model.attention.qk_norm is not None:
         q = _add_head_norm(build, f"{path}.q_norm", q, q_width)
         k = _add_head_norm(build, f"{path}.k_norm", k, kv_width)
-    if model.positions == "rotary":
+    if model.rotates_by(build.layer) is not None:
         q = add_rotation(build, f"{path}.q_turned", q, q_width)
         k = add_rotation(build, f"{path}.k_turned", k, kv_width)
-    if q is made[0]:
-        return made
+    is_apart = k is not made[-1]
+    if model.query_factor != 1.0:
+        scaled = build.computed(f"{path}.q_scaled", q_width, q.axes[1])
+        build.add(f"{path}.q_scaled", "rotation", (q,), scaled)
+        q = scaled
+    if not is_apart:
+        return made if q is made[0] else (q, made[-1])
     return q, k, build.computed(f"{path}.v", kv_width, kv_axis)
 
 

@@ -15,7 +15,7 @@ SAVES_INPUT = {"relu": False, "relu2": True, "gelu": True, "gelu_tanh": True}
 input if True, its output if False."""
 
 GATED_SAVES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("swiglu", "geglu"), ("activation",)),
+    **dict.fromkeys(("swiglu", "geglu", "geglu_tanh"), ("activation",)),
     "swiglu_clamped": ("clamped", "sigmoid", "activation", "up"),
 }
 """Maps an activation with a gate (`model.feed_forward.activation`) to what it saves for the
