@@ -179,7 +179,7 @@ BY_LAYER = {
 @pytest.mark.parametrize(
     "layouts",
     [
-        "tensor=2,sequence=1;context=2;pipeline=2",
+        "tensor=2,sequence=1;context=2;data=2,zero=3,activation_checkpoint=selective",
         pytest.param("all", marks=pytest.mark.slow),
     ],
 )

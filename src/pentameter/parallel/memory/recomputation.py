@@ -72,33 +72,30 @@ def recomputed(
 def _kept(block: nn.Module, how: Literal["selective", "full"]) -> dict[str, Any]:
     """Return the arguments for `torch.utils.checkpoint` that say which results of a block it keeps;
     {} to keep only the block's input."""
-    has_router = any(isinstance(module, Router) for module in block.modules())
     match how:
         case "full":
-            if not has_router:
+            if not any(isinstance(module, Router) for module in block.modules()):
                 return {}
             policy = _keep_routing
         case "selective":
             policy = _keep_matmuls
         case unknown:
             refuse_unknown(unknown, "train.activation_checkpoint", "the engine")
-    if has_router:
-        return {"context_fn": partial(_contexts_with_experts, block, policy)}
-    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+    return {"context_fn": partial(_contexts, block, policy)}
 
 
-def _contexts_with_experts(
+def _contexts(
     block: nn.Module, policy: Callable[..., CheckpointPolicy]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return two context managers, for a block's first and second forward pass: the `context_fn` of
-    `torch.utils.checkpoint` for a block that has a router. `policy` says for an operation whether
-    its result is kept.
+    `torch.utils.checkpoint`. `policy` says for an operation whether its result is kept.
 
     By default they are PyTorch's own selective checkpointing, which alone can be compiled. It
-    counts every operation, and refuses one more in the second pass. With ZeRO, router, experts and
-    what stands beside them are FSDP units within the block, and their hooks run operations or not,
-    depending on what was prefetched and on the micro-batch before. Such a block runs eagerly, as
-    hooks cannot be compiled, and gets `_Keeping` and `_Giving`, which count nothing.
+    counts every operation, and refuses one more in the second pass. With ZeRO, sub-layers, routers
+    and experts are FSDP units within the block, and their hooks run operations or not, depending on
+    what was prefetched, on the micro-batch before, and on what follows them in the block. Such a
+    block runs eagerly, as hooks cannot be compiled, and gets `_Keeping` and `_Giving`, which count
+    nothing.
     """
     if any(isinstance(module, FSDPModule) for module in block.modules()):
         results: _Results = defaultdict(deque)
