@@ -23,6 +23,7 @@ ALONE = {
     "parallel/links.py": "what trains sends nothing itself, and a mesh measures nothing",
     "parallel/memory/recomputed_attention.py": "importing it imports PyTorch's compiler",
     "train/say/recorder.py": "what a run records and what it says are two hooks",
+    "checkpoint/hugging_face/weights/norms_from_zero.py": "each way to store tensors has a file",
     "parallel/memory/rounded_weights.py": "a rank that trials trace rounds its weights, too",
 }
 """Small modules with one importer that stay files of their own, and why."""

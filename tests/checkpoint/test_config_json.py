@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 from pentameter.checkpoint.hugging_face.config_json import from_their_config, read_n_extra_layers
-from pentameter.checkpoint.hugging_face.families.table import families
+from pentameter.checkpoint.hugging_face.families.table import families, not_read
 from pentameter.checkpoint.hugging_face.weights.fp8_weights import block_size, dequantized
 from pentameter.errors import ConfigError, CorruptError
 
@@ -47,6 +48,14 @@ def test_odd_values_are_refused_in_words(name):
             except ConfigError as error:
                 said = str(error)
             assert "pydantic" not in said
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llama4_text"])
+def test_an_architecture_that_is_known_and_not_read_is_refused_with_the_reason(kind):
+    said = f"model_type='{kind}' is not supported: {not_read()[kind]}; these are read: gpt2"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        from_their_config({"model_type": kind}, PATH)
+    assert not_read().keys().isdisjoint(families())
 
 
 @pytest.mark.parametrize("every", [None, 2, 3, 4])

@@ -70,6 +70,10 @@ LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}
 QWEN3 = {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 NEOX = {"hidden_size": 32, "rope_parameters": {"partial_rotary_factor": 0.5}}
 PART = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 100.0}
+LOCAL = {"rope_type": "default", "rope_theta": 50.0}
+GEMMA = {**GROUPED, "hidden_size": 16, "query_pre_attn_scalar": 9}
+"""Sizes of Gemma, whose embeddings are multiplied by 4, which fp32 has exactly."""
+BOUNDLESS = {"attn_logit_softcapping": None}
 MIXTRAL = {"num_key_value_heads": 2, "hidden_size": 24, "num_experts_per_tok": 3}
 
 FORMS = [
@@ -114,8 +118,42 @@ FORMS = [
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
-    ("phi3", {"hidden_size": 24, "num_key_value_heads": 2, "rope_parameters": PART}),
-    ("phi3", {"hidden_size": 24, "sliding_window": 5, "tie_word_embeddings": True}),
+    ("smollm3", {"hidden_size": 24, "num_key_value_heads": 2, "no_rope_layer_interval": 2}),
+    (
+        "smollm3",
+        {
+            **GROUPED,
+            **WINDOW,
+            "no_rope_layers": [0, 0, 1],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    ("gemma3_text", {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 2}),
+    ("gemma2", {**GEMMA, **BOUNDLESS, "sliding_window": 5}),
+    (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "head_dim": 10,
+            "num_key_value_heads": 4,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
+            "attention_bias": True,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    ("phi3", {"hidden_size": 32, "num_key_value_heads": 2, "rope_parameters": PART}),
+    (
+        "phi3",
+        {
+            "hidden_size": 32,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+            "rope_parameters": PART,
+        },
+    ),
     ("gpt_neox", NEOX),
     (
         "gpt_neox",
@@ -176,6 +214,9 @@ def test_greedy_text_is_the_same_there_and_here(family, tmp_path):
     options = {"vocab_size": BPE.vocab_size, "max_position_embeddings": 64, "hidden_size": 32}
     if family not in ("gpt_neox", "deepseek_v2", "deepseek_v3"):
         options["num_key_value_heads"] = 2
+    if family.startswith("gemma"):
+        options["tie_word_embeddings"] = False  # or each token would be followed by itself
+        options |= BOUNDLESS
     theirs = their_model(tmp_path / "hf", family, options, torch.float32)
     loaded = load_model(tmp_path / "hf")
     torch.testing.assert_close(*both_logits(theirs, loaded.model), rtol=0, atol=1e-4)
@@ -191,6 +232,34 @@ def test_greedy_text_is_the_same_there_and_here(family, tmp_path):
     (text,) = generate(loaded.model, BPE, "the cat", max_new_tokens=40, temperature=0)
     assert BPE.decode(found) == "the cat" + text
     assert len(set(found)) > 3
+
+
+TRAINED = {
+    "phi3": {"hidden_size": 32, "num_key_value_heads": 2, "rope_parameters": PART},
+    "smollm3": {"hidden_size": 24, "num_key_value_heads": 2, "no_rope_layer_interval": 2},
+    "gemma3_text": {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 2},
+    "gemma2": {**GEMMA, **BOUNDLESS, "sliding_window": 5},
+}
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_some_steps_of_training_have_the_losses_that_they_have_there(family, tmp_path):
+    theirs = exact(their_model(tmp_path / "hf", family, TRAINED[family]))
+    ours = load_model(tmp_path / "hf").model.train().requires_grad_()
+    tokens = torch.randint(SIZES["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(1))
+    targets = torch.cat((tokens[:, 1:], torch.full((2, 1), -1)), dim=1)
+    optimizers = [
+        torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-3) for model in (theirs, ours)
+    ]
+    for _ in range(4):
+        found = ours(tokens, targets=targets) / (targets >= 0).sum()
+        expected = theirs(tokens, labels=tokens).loss
+        # Their loss is computed in fp32.
+        torch.testing.assert_close(found, expected.double(), rtol=3e-7, atol=0)
+        for optimizer, loss in zip(optimizers, (expected, found), strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
 
 def test_the_old_form_of_config_json_is_read(tmp_path):
@@ -282,6 +351,17 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
             "quantization_config=.* dequantised",
         ),
         ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not .*; possible: default"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 is not a number"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] does not have 0 or 1 for each"),
+        ("gemma2", {}, "attn_logit_softcapping=50.0 is not supported: attention scores are not"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "a token sees no later one"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 is not a number"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": LINEAR}},
+            "sliding_attention=.* is not supported: .* a base, and no scaling",
+        ),
         ("gpt_oss", {"attention_bias": False}, "attention_bias=false .* all the biases"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu' .* possible: silu"),
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not"),

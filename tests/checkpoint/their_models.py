@@ -70,7 +70,7 @@ def their_model(folder, family, options, dtype=torch.float64, **save):
     """A random model as `transformers` saves it, with our BPE's files beside it."""
     torch.manual_seed(3)
     architecture = families()[family].architecture
-    kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    kind = getattr(transformers, architecture).config_class
     given = {**SIZES, **EXPERTS.get(family, {}), **options}
     config = kind(**copy.deepcopy(given))  # which it changes in place
     model = getattr(transformers, architecture)(config).eval()
@@ -85,6 +85,17 @@ def their_model(folder, family, options, dtype=torch.float64, **save):
         vocab=dict(BPE.vocabulary), merges=[tuple(merge) for merge in BPE.merges]
     ).save_pretrained(folder)
     return model
+
+
+class NormFromZero(torch.nn.Module):
+    """A norm of Gemma's, in the model's own dtype."""
+
+    def __init__(self, theirs):
+        super().__init__()
+        self.weight, self.eps = theirs.weight, theirs.eps
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, self.weight.shape, 1 + self.weight, self.eps)
 
 
 class Router(torch.nn.Module):
@@ -150,9 +161,13 @@ def exact(model, *, routers=True):
     if model.config.model_type == "deepseek_v2":
         deepseek_v2.apply_rotary_emb = rotated
         model.model.rotary_emb = Angles(model.model.rotary_emb)
+    if model.config.model_type == "gemma2":  # its own has a softmax in fp32
+        model.config._attn_implementation = "sdpa"
     for module in model.modules():
         for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
+            if type(child).__name__.startswith("Gemma") and "RMSNorm" in type(child).__name__:
+                setattr(module, name, NormFromZero(child))
+            elif type(child).__name__.endswith("RMSNorm"):
                 norm = torch.nn.RMSNorm(len(child.weight), eps=child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(module, name, norm)

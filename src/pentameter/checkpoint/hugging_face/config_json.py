@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from pentameter.checkpoint.hugging_face.families.table import families
+from pentameter.checkpoint.hugging_face.families.table import families, not_read
 from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.config.choices import look_up
 from pentameter.config.fields import nested
@@ -130,9 +130,10 @@ def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in families():
+        why = not_read().get(kind) if isinstance(kind, str) else None
         raise ConfigError(
-            f"{path}: model_type={shown(kind)} is not supported; these are read: "
-            f"{', '.join(families())}"
+            f"{path}: model_type={shown(kind)} is not supported{'' if why is None else f': {why}'}"
+            f"; these are read: {', '.join(families())}"
         )
     family = families()[kind]
     for key, (default, reason) in family.not_ours.items():

@@ -37,6 +37,7 @@ class _Form:
     fraction: float = 0.25
     former_names: Sequence[str] = ("rotary_emb_base", "rotary_pct")
     theta: float = 10000.0
+    window_theta: float | None = None
     scaling: Content | None = None
     scales_scores: bool = False
     types: Sequence[str] | None = None
@@ -155,16 +156,59 @@ def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict
     return {**values, "attention_factor": given.rotation_factor}
 
 
+def _write_by_layer(model: ModelConfig, *, form: _Form) -> dict[str, Any]:
+    """Return the entries of config.json for rotary positions of a family whose layers with a window
+    have a base of their own, and no scaling. Raises ValueError as `_write_rope` does, and for a
+    model whose scaling acts there, too."""
+    written, base = _write_rope(model, form=form), model.window_rope_theta
+    if base is None and model.attention.sliding_window and model.rope_scaling.type is not None:
+        raise ValueError(
+            f"model.rope_scaling.type={shown(model.rope_scaling.type)} without "
+            "model.window_rope_theta (layers with a window have frequencies without scaling)"
+        )
+    base = model.rope_theta if base is None else base
+    of_windows = {"rope_type": "default", "rope_theta": base}
+    whole = written["rope_parameters"]
+    by_layer = {"full_attention": whole, "sliding_attention": of_windows}
+    return {**written, "rope_local_base_freq": base, "rope_parameters": by_layer}
+
+
+def _read_by_layer(content: Content, section: Content, *, form: _Form) -> dict[str, Any]:
+    """Return what `_read_rope` does and `window_rope_theta`, the base in layers with a window, from
+    config.json: `rope_parameters` has an object for each kind of layer, and earlier versions have
+    `rope_local_base_freq`. `section` has the windows already."""
+    given = content.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"rope_parameters={shown(given)} is not an object")
+    whole, of_windows = (given.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    where = "rope_parameters.sliding_attention"
+    if not isinstance(of_windows, dict) or of_windows.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"{where}={shown(of_windows)} is not supported: the rotation in layers with a window "
+            "has a base, and no scaling"
+        )
+    read = _read_rope({**content, "rope_parameters": whole}, section, form=form)
+    former = content.get("rope_local_base_freq", form.window_theta)
+    base = of_windows.get("rope_theta", former)
+    is_alike = base == read["rope_theta"] and read["rope_scaling"]["type"] is None
+    has_windows = section["attention.sliding_window"] is not None
+    return {**read, "window_rope_theta": base if has_windows and not is_alike else None}
+
+
 def rotary_rule(**form: Any) -> Rule:
     """Return the rule for a family that rotates queries and keys, by its table `[rotary]`.
 
     form: partly, whether it rotates only a fraction of each head's channels, by default all;
     fraction, which one config.json means if it gives none; former_names, of base and fraction, in
-    config.json of earlier versions. theta: the rotation's base if config.json gives none. scaling:
+    config.json of earlier versions. theta: the rotation's base if config.json gives none;
+    window_theta: that of layers with a window, which have a base of their own. scaling:
     `rope_parameters` if config.json has none. scales_scores: YaRN's `mscale_all_dim` also
     multiplies attention scores, as in families with latent attention. types: the types of scaling
     that the family has; None for all.
     """
     of_family = _Form(**form)
     keys = ("rope_theta", "rope_scaling", *(["rotary_fraction"] if of_family.partly else []))
-    return Rule(keys, partial(_write_rope, form=of_family), partial(_read_rope, form=of_family))
+    if of_family.window_theta is None:
+        return Rule(keys, partial(_write_rope, form=of_family), partial(_read_rope, form=of_family))
+    write, read = (partial(each, form=of_family) for each in (_write_by_layer, _read_by_layer))
+    return Rule((*keys, "window_rope_theta"), write, read)

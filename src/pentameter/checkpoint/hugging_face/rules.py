@@ -127,14 +127,76 @@ def _write_alternating(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_alternating(content: Content, section: Content) -> dict[str, Any]:
-    size = content.get("sliding_window", 128)
-    return _windows(content, section, size, lambda layer: layer % 2 == 0)
+def _read_alternating(
+    content: Content, section: Content, *, size: int, every: int, key: str | None = None
+) -> dict[str, Any]:
+    """Return `sliding_window`, by default of `size` tokens, and `sliding_window_pattern`. If
+    config.json does not list each layer's kind, every `every`th layer has no window, or as many as
+    its key `key` says."""
+    n = every if key is None else content.get(key, every)
+    if type(n) is not int or n < 1:
+        raise ValueError(f"{key}={shown(n)} is not a number of layers")
+    size = content.get("sliding_window", size)
+    return _windows(content, section, size, lambda layer: (layer + 1) % n != 0)
 
 
-ALTERNATING_WINDOWS = Rule(LAYERS_WITH_A_WINDOW.keys, _write_alternating, _read_alternating)
+ALTERNATING_WINDOWS = Rule(
+    LAYERS_WITH_A_WINDOW.keys, _write_alternating, partial(_read_alternating, size=128, every=2)
+)
 """Rule for a family without a switch for windows. If config.json does not list each layer's kind,
 every other layer has a window of 128 tokens, beginning with the first."""
+LONG_ALTERNATING_WINDOWS = Rule(
+    LAYERS_WITH_A_WINDOW.keys, _write_alternating, partial(_read_alternating, size=4096, every=2)
+)
+"""Rule like ALTERNATING_WINDOWS, but with windows of 4096 tokens."""
+WINDOWS_IN_FIVE_OF_SIX = Rule(
+    LAYERS_WITH_A_WINDOW.keys,
+    _write_alternating,
+    partial(_read_alternating, size=4096, every=6, key="sliding_window_pattern"),
+)
+"""Rule like LONG_ALTERNATING_WINDOWS, but without a list every sixth layer has no window, or every
+`sliding_window_pattern`th."""
+
+
+def _rotating_layers(content: Content, section: Content) -> list[bool]:
+    """List whether each layer rotates queries and keys: as `no_rope_layers` says, which has a 0 for
+    a layer that does not, or else all but every `no_rope_layer_interval`th. Raises ValueError for
+    what is no such list or number."""
+    n_layers, listed = section["n_layers"], content.get("no_rope_layers")
+    every = content.get("no_rope_layer_interval", 4)
+    if type(every) is not int or every < 1:
+        raise ValueError(f"no_rope_layer_interval={shown(every)} is not a number of layers")
+    if listed is None:
+        return [(layer + 1) % every != 0 for layer in range(n_layers)]
+    if not isinstance(listed, list) or len(listed) < n_layers:
+        raise ValueError(f"no_rope_layers={shown(listed)} does not have 0 or 1 for each layer")
+    return [bool(rotates) for rotates in listed[:n_layers]]
+
+
+def _write_nope(model: ModelConfig) -> dict[str, Any]:
+    rotating = [int(model.rotates_by(layer) is not None) for layer in range(model.n_layers)]
+    return {"no_rope_layers": rotating}
+
+
+def _read_nope(content: Content, section: Content) -> dict[str, Any]:
+    rotating = _rotating_layers(content, section)
+    still = [layer for layer, rotates in enumerate(rotating) if not rotates]
+    return {"nope_layers": layers_in_short(still, len(rotating))}
+
+
+NOPE_LAYERS = Rule(("nope_layers",), _write_nope, _read_nope)
+"""Rule for a family in which some layers rotate no queries and keys."""
+
+
+def _read_windows_without_rope(content: Content, section: Content) -> dict[str, Any]:
+    size = content.get("sliding_window") if content.get("use_sliding_window") else None
+    rotating = _rotating_layers(content, section)
+    return _windows(content, section, size, lambda layer: not rotating[layer])
+
+
+WINDOWS_WITHOUT_ROPE = Rule(LAYERS_WITH_A_WINDOW.keys, _write_windows, _read_windows_without_rope)
+"""Rule like LAYERS_WITH_A_WINDOW, but without a list the layers that rotate nothing have a
+window."""
 ONE_SWITCH_FOR_WINDOWS = Rule(
     ("attention.sliding_window",),
     lambda model: {
@@ -148,6 +210,20 @@ ONE_SWITCH_FOR_WINDOWS = Rule(
     },
 )
 """Rule for a family in which all layers have a window or none has."""
+
+
+def _read_score_bound(content: Content, section: Content) -> dict[str, Any]:
+    bound = content.get("attn_logit_softcapping", 50.0)
+    if bound is not None:
+        raise ValueError(
+            f"attn_logit_softcapping={shown(bound)} is not supported: attention scores are not "
+            "bounded here, as no fused kernel of PyTorch does that"
+        )
+    return {}
+
+
+SCORES_WITHOUT_BOUND = Rule((), lambda _model: {"attn_logit_softcapping": None}, _read_score_bound)
+"""Rule for a family that may bound its attention scores, and does unless config.json says null."""
 
 
 def _write_attention_biases(model: ModelConfig) -> dict[str, Any]:

@@ -10,16 +10,27 @@ from typing import Any
 from pentameter.checkpoint.hugging_face import expert_rules, rules
 from pentameter.checkpoint.hugging_face.family import Family, Projections
 from pentameter.checkpoint.hugging_face.rotary_rules import rotary_rule
+from pentameter.checkpoint.hugging_face.weights.norms_from_zero import NORMS_FROM_ZERO
 from pentameter.checkpoint.hugging_face.weights.packed_experts import PACKED_EXPERTS
 from pentameter.config.model.architecture import ModelConfig, architecture
 from pentameter.config.tables import packaged_table
 
 IN_ORDER = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "olmo2", "qwen3_moe", "mixtral"),
-    *("olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "phi3"),
+    *("olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "phi3", "smollm3"),
+    *("gemma3_text", "gemma2"),
 )
 """`model_type` in config.json of each family. If several can express a model, the first one is
 written."""
+
+PACKINGS = {"PACKED_EXPERTS": PACKED_EXPERTS, "NORMS_FROM_ZERO": NORMS_FROM_ZERO}
+"""`packing` in a family's file → its Packing."""
+
+
+@cache
+def not_read() -> Mapping[str, str]:
+    """Return the architectures that are known and not read: `model_type` → why not."""
+    return packaged_table("checkpoint/hugging_face/families/not_read.toml")
 
 
 @cache
@@ -41,8 +52,8 @@ def _family(name: str) -> Family:
         not_ours=_with_values(table.pop("not_ours"), {}),
         activations=activations[table.pop("activations")],
         projections=Projections(**table.pop("projections")),
-        rules=[rotary_rule(**rotary), *own_rules] if rotary else own_rules,
-        packing=PACKED_EXPERTS if table.pop("packs_experts", False) else None,
+        rules=[*own_rules, rotary_rule(**rotary)] if rotary else own_rules,
+        packing=PACKINGS[table.pop("packing")] if "packing" in table else None,
         **table,
     )
 
