@@ -299,8 +299,8 @@ def test_mask_and_count():
         ({"messages": [], "chat_template_kwargs": "a"}, "'chat_template_kwargs' is 'a', not an"),
         ({"conversations": [{"from": "gpt"}, {"role": "assistant", "content": True}]}, "type bool"),
         ({"prompt": "a", "completion": ""}, "is empty"),
-        ({"prompt": "a", "completion": ["b"]}, "no conversation"),
-        ({"other": "a"}, "no conversation"),
+        ({"prompt": "a", "completion": ["b"]}, "'prompt' is str"),
+        ({"other": "a"}, "no conversation: its keys"),
         ({"prompt": "a", "completion": "\ud800"}, "half a surrogate"),
     ],
 )

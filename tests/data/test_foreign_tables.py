@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentameter.data.corpora import tables
-from pentameter.data.corpora.conversations import FIELDS
 from pentameter.data.corpora.decoded_sizes import cut_rows, decoded_bytes
 from pentameter.data.corpora.files import UTF8, FileContents, read_documents, read_records
+from pentameter.data.corpora.records.forms import record_fields
+from pentameter.data.corpora.records.rows import BadRowError
 from pentameter.errors import CorruptError
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
@@ -101,8 +102,10 @@ def test_a_row_that_python_cannot_have_is_named(tmp_path, name):
     for column, row in ((years, 1), (twice, 0)):
         if name != "a.parquet" or column is years:
             file = WRITERS[name](tmp_path / name, {"text": column})
-            with pytest.raises(CorruptError, match=rf"{name}, row {row} cannot be read"):
-                list(read_records(file))
+            rows = [found for found, _ in read_records(file)]
+            assert isinstance(rows[row], BadRowError)
+            assert f"{name}, row {row} cannot be read" in str(rows[row])
+            assert isinstance(rows[1 - row], BadRowError) == (column is twice)
 
 
 # -- what repeats much --------------------------------------------------------------------------
@@ -189,7 +192,7 @@ def test_a_row_longer_than_a_line_of_jsonl_may_be_is_refused(tmp_path, name, is_
         column = pa.array([[], [], chat], pa.list_(MESSAGE))
         file = WRITERS[name](tmp_path / name, {"messages": column})
     with pytest.raises(CorruptError, match=rf"{name}, row 2 is longer than 1 MiB; divide"):
-        list(read_records(file, UTF8, FIELDS))
+        list(read_records(file, UTF8, record_fields()))
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -197,7 +200,7 @@ def test_lists_of_nothing_are_refused_before_they_are_made(tmp_path, name):
     file = WRITERS[name](tmp_path / name, {"messages": in_a_list(pa.nulls(40_000_000))})
     assert file.stat().st_size < 10_000
     with pytest.raises(CorruptError, match="longer than 32 MiB"):
-        list(read_records(file, UTF8, FIELDS))
+        list(read_records(file, UTF8, record_fields()))
 
 
 def test_a_column_of_nothing_is_no_text(tmp_path):
@@ -228,6 +231,6 @@ def test_any_bytes_are_rows_or_an_error_in_words(tmp_path_factory, name, columns
         at = int(place * (len(data) - 1))
         data[at : at + max(len(change), 1)] = change
     file.write_bytes(data)
-    for read in (lambda: documents(file), lambda: list(read_records(file, UTF8, FIELDS))):
+    for read in (lambda: documents(file), lambda: list(read_records(file, UTF8, record_fields()))):
         with suppress(CorruptError):
             read()

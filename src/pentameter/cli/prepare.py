@@ -48,9 +48,10 @@ class PrepareArguments:
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CORPUS-or-FILES")
     ]
     """A corpus (stdlib, grammar, shakespeare, wikitext-2), or files, folders, patterns and URLs:
-    text, each file a document; .jsonl, or tables (.parquet, .arrow), with a document's `text` or a
-    conversation in each line or row; .gz, .zst and .tar of text and .jsonl. Or tokens of nanoGPT,
-    llm.c, modded-nanogpt (.bin) or Megatron (.bin and .idx), taken as they are."""
+    text, each file a document; .jsonl, .json arrays, or tables (.parquet, .arrow), with a
+    document's `text` or a conversation in each record or row; .gz, .zst and .tar of text and
+    .jsonl. Or tokens of nanoGPT, llm.c, modded-nanogpt (.bin) or Megatron (.bin and .idx), taken as
+    they are."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to make."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="char|word|gpt2|bpe:N|FILE")] = "char"
@@ -66,7 +67,14 @@ class PrepareArguments:
     """How the files encode text: `utf-8`, `utf-16`, `gb18030`, `latin-1`, or another that Python
     knows. The shards do not depend on it."""
     text_field: str = FILE_DEFAULTS["text_field"]
-    """The field of a JSONL record, or the column of a table, that holds its text."""
+    """The field of a record, or the column of a table, that holds its text; `meta.text` is `text`
+    within `meta`."""
+    form: str = FILE_DEFAULTS["form"]
+    """The form in which records hold conversations: by their keys, or one by its name (`alpaca`,
+    `sharegpt`, …; `text` for documents)."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What becomes of a record that cannot be used; `skip` leaves it out, and a warning counts
+    them."""
     split_by: Literal["position", "document"] = "position"
     """`position`: the last part of the text is held out; `document`: each document goes to the
     split that the hash of its text decides."""
@@ -178,6 +186,10 @@ def _prepare(options: PrepareArguments, warnings: list[str]) -> None:
         warnings += preparation.corpus.warnings
         preparation.write_shards(options.out, warnings=warnings, count_tokens=progress.count_tokens)
         warnings += preparation.remarks
+    if preparation.holds:
+        files = preparation.corpus.files
+        named = files[0].name if len(files) == 1 else f"{len(files):,} files"
+        print(f"{named} · {preparation.holds}")
 
 
 def _names_files(source: str) -> bool:

@@ -138,8 +138,13 @@ TEMPLATE_DATE = "2024-07-26"
 """Default for `data.template_date`, and for `prepare`. It is the date that Llama 3's templates
 write if they get no other."""
 
-FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
-"""Keys in `[data]` about files' text → their defaults, in `prepare` too."""
+FILE_DEFAULTS = {
+    "text_field": "text",
+    "form": "auto",
+    "bad_rows": "refuse",
+    "encoding": "utf-8",
+}
+"""Keys in `[data]` about what files hold → their defaults, in `prepare` too."""
 
 ROWS_ARE_DOCUMENTS = {
     **dict.fromkeys(("random", "shuffled", "sequential", "streamed", "columns"), False),

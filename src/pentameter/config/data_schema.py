@@ -84,12 +84,12 @@ class DataConfig(Section):
     corpus: str | None = None
     """A corpus by name: stdlib, grammar, shakespeare, wikitext-2."""
     path: GivenPath | None = None
-    """Instead of `corpus`: a file of text, JSONL (documents or conversations), Parquet, Arrow or
-    tar, a pattern (`corpus/*.parquet`), a folder, such as a data set of Hugging Face, a URL
-    (`https://`, `s3://`, `hf://`, …), or prepared shards. If this or `corpus` chooses another text
-    than the preset or file that this configuration extends, `max_bytes`, `validation_path`,
-    `test_path`, `text_field`, `encoding`, `chat_template`, `grammar` and `train.sample_prompt` are
-    reset, and the run is named after the text."""
+    """Instead of `corpus`: a file of text, JSONL or a JSON array (documents or conversations),
+    Parquet, Arrow or tar, a pattern (`corpus/*.parquet`), a folder, such as a data set of Hugging
+    Face, a URL (`https://`, `s3://`, `hf://`, …), or prepared shards. If this or `corpus` chooses
+    another text than the preset or file that this configuration extends, `max_bytes`,
+    `validation_path`, `test_path`, `text_field`, `form`, `bad_rows`, `encoding`, `chat_template`,
+    `grammar` and `train.sample_prompt` are reset, and the run is named after the text."""
     sources: tuple[SourceConfig, ...] = ()
     """Instead of `corpus` and `path`: a mixture of several data sets. Each row of a batch comes
     from one of them, drawn by their weights. Each is read in `order`, and split, as if it were the
@@ -102,7 +102,16 @@ class DataConfig(Section):
     test_path: GivenPath | None = None
     """A separate text for `eval --split test`."""
     text_field: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["text_field"]
-    """The field of a JSONL record, or the column of a table, that holds its text."""
+    """The field of a record in JSONL or a JSON array, or the column of a table, that holds its
+    text; `meta.text` is `text` within `meta`."""
+    form: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["form"]
+    """The form in which records hold conversations. `auto`: documents if the records have the text
+    field, else the form that their keys fit; or a form by its name (`alpaca`, `sharegpt`, …), as
+    docs/fine-tuning.md lists them, or `text`."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What becomes of a record that cannot be used (no JSON, no answer, no text, …). `refuse`: it
+    ends the run before its first step; `skip`: it is left out, and a warning counts those and names
+    the first."""
     encoding: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["encoding"]
     """Encoding of the files at `path` (and `validation_path`, `test_path`): `utf-8`, `utf-16`,
     `gb18030`, `latin-1`, or any other text encoding that Python knows."""
@@ -171,6 +180,11 @@ class DataConfig(Section):
                     f"data.{key}={getattr(self, key)!r} is of the files at data.path, and "
                     f"data.corpus={self.corpus!r} has its own; leave one of them out"
                 )
+        if self.bad_rows == "skip" and self.order == "streamed":
+            raise ValueError(
+                "data.bad_rows='skip' counts the rows that it leaves out before the first step, "
+                "and data.order='streamed' begins before they are read; choose another order"
+            )
         if self.packing and self.order != "documents":
             raise ValueError(
                 f"data.packing=true fills rows with documents, but data.order={self.order!r}; set "

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from pentameter.config.choices import DECAY_KEYS, TEMPLATE_DATE
+from pentameter.config.choices import DECAY_KEYS, FILE_DEFAULTS, TEMPLATE_DATE
 from pentameter.config.fields import leaves, sections, values_of
 from pentameter.config.messages import shown
 from pentameter.config.model.former_keys import former_path
@@ -48,8 +48,10 @@ def defining_values(config: Config) -> dict[str, Any]:
     for path in ("data.sources", "data.chat_template", "train.matmuls"):  # as above
         if not values[path]:
             del values[path]
-    if config.data.template_date == TEMPLATE_DATE:  # as above
-        del values["data.template_date"]
+    usual = {"template_date": TEMPLATE_DATE, **{k: FILE_DEFAULTS[k] for k in ("form", "bad_rows")}}
+    for key, value in usual.items():
+        if values[f"data.{key}"] == value:  # as above
+            del values[f"data.{key}"]
     if config.train.stream == "weights":  # as above
         del values["train.stream"]
     if config.lora.rank is None:  # as above

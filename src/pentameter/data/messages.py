@@ -19,7 +19,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 ARGUMENTS_TEXT = "arguments_text"
 """Key that `normalized` adds to a called function whose arguments came as text: that text, for
 templates that write arguments unchanged."""
-_SHARE_GPT = {"human": "user", "gpt": "assistant"}
 _SPEAKERS = ("system", "developer", "user", "assistant")
 
 
@@ -35,19 +34,19 @@ def normalized(messages: Any) -> list[dict[str, Any]]:
 def normalized_tools(tools: Any) -> list[Any] | None:
     """Return the functions that a model may call as a list; None if there are none. `tools` is a
     list, its JSON, or a list of JSON texts. Raises ConfigError for anything else."""
-    found = _parsed(tools)
+    found = of_json(tools)
     if found in (None, ""):
         return None
     if not isinstance(found, list):
         raise ConfigError(f"'tools' is {type(tools).__name__}, not a list")
-    return [_parsed(each) for each in found]
+    return [of_json(each) for each in found]
 
 
 def normalized_variables(variables: Any) -> dict[str, Any]:
     """Return further variables for a chat template, such as `enable_thinking`, as a dict.
     `variables` is an object, its JSON, or None, which gives {}. Raises ConfigError for anything
     else."""
-    found = {} if variables is None else _parsed(variables)
+    found = {} if variables is None else of_json(variables)
     if not isinstance(found, dict):
         raise ConfigError(f"'chat_template_kwargs' is {variables!r:.60}, not an object")
     return found
@@ -55,9 +54,6 @@ def normalized_variables(variables: Any) -> dict[str, Any]:
 
 def _message(message: Any, name: str) -> dict[str, Any]:
     """Return one message in the normalized form. `name` is what error messages call it."""
-    if isinstance(message, Mapping) and "role" not in message and "from" in message:  # ShareGPT's
-        spoken = {"role": _SHARE_GPT.get(message["from"], message["from"])}
-        message = {**spoken, "content": message.get("value"), **message}
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"{name} is {message!r:.60}, not an object with a 'role'")
     found = {key: value for key, value in message.items() if value is not None}
@@ -116,14 +112,14 @@ def _call(call: Any) -> Any:
     text = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(text, str):
         return call
-    arguments = _parsed(text) if text.strip() else {}
+    arguments = of_json(text) if text.strip() else {}
     if not isinstance(arguments, dict):  # whatever it is, it stays the model's
         return call
     known = {**function, "arguments": arguments, ARGUMENTS_TEXT: text}
     return {**call, "function": known} if "function" in call else known
 
 
-def _parsed(value: Any) -> Any:
+def of_json(value: Any) -> Any:
     """Return the value that a text of JSON stands for; the text itself if it is no JSON, and any
     other value unchanged."""
     if not isinstance(value, str):

@@ -116,6 +116,7 @@ class _Opener:
         warnings += preparation.corpus.warnings
         dataset = preparation.open_cached(data.tokenizer, verify=self.verify, warnings=warnings)
         warnings += preparation.remarks
+        dataset = replace(dataset, holds=(preparation.holds,))
         known = preparation.tokenizer
         if isinstance(known, Tokenizer):  # the same tokens may have been prepared without these
             dataset.tokenizer.published = known.published
@@ -185,6 +186,7 @@ def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
         hashlib.sha256(hashes.encode()).hexdigest(),
         splits,
         tuple(folder for dataset in opened for folder in dataset.folders),
+        holds=tuple(next(iter(dataset.holds), "") for dataset in opened),
     )
 
 

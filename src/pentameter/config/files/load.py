@@ -49,6 +49,8 @@ BOUND_TO_TEXT = (
     "data.validation_path",
     "data.test_path",
     "data.text_field",
+    "data.form",
+    "data.bad_rows",
     "data.encoding",
     "data.chat_template",
     "data.grammar",

@@ -1,13 +1,14 @@
-"""Conversations in JSONL or tables: records with `messages`, or with `prompt` and `completion`.
+"""Conversations in JSONL, JSON arrays or tables: records in one of the forms of
+`records/forms.toml`.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
+    {"instruction": "Add.", "input": "2 + 2", "output": "4"}
     {"prompt": "2 + 2 =", "completion": " 4"}
-    {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}
 
 Messages have the forms of OpenAI's interface (`data/messages.py`). A model learns the assistant's
-messages in `messages`, and all of `completion`. The texts become tokens in
-`prepare/from_conversations.py`, by the tokenizer's chat template.
+messages, and all of `completion`. The texts become tokens in `prepare/from_conversations.py`, by
+the tokenizer's chat template.
 """
 
 from __future__ import annotations
@@ -16,20 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pentameter.data.corpora.files import FileContents, InputFile, check_encodable, is_jsonl
-from pentameter.data.corpora.tables import is_table
+from pentameter.data.corpora.files import check_encodable
+from pentameter.data.corpora.records.forms import AUTO, Form, form_of, messages_of, record_fields
+from pentameter.data.corpora.records.rows import BadRowError, RowsRead
 from pentameter.data.corpora.text import Corpus
 from pentameter.data.messages import normalized, normalized_tools, normalized_variables
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError
 
 ASSISTANT = "assistant"
 """Role of the messages that a model learns to write."""
-
-FIELDS = (
-    *("messages", "conversations", "prompt", "completion"),
-    *("tools", "functions", "chat_template_kwargs"),
-)
-"""Fields of a record that are read from tables for conversations."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,8 @@ class Exchange:
 
     prompt: str
     completion: str
+    form: str = field(default="", compare=False)
+    """What the form of its record is called."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,8 @@ class Chat:
     none."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the chat template, such as `enable_thinking`."""
+    form: str = field(default="", compare=False)
+    """What the form of its record is called."""
 
 
 Conversation = Exchange | Chat
@@ -59,95 +59,94 @@ Conversation = Exchange | Chat
 
 @dataclass(frozen=True)
 class Conversations(Corpus):
-    """A corpus of conversations in JSONL files or tables."""
+    """A corpus of conversations in files of records."""
 
-    def records(self) -> Iterator[tuple[Conversation, str]]:
+    def records(self, rows: RowsRead | None = None) -> Iterator[tuple[Conversation, str]]:
         """Yield each conversation with its place for messages, its file and line or row. A file is
         read when its first record is asked for.
 
-        Raises CorruptError for a record that is no conversation or not JSON, StorageError for a
-        file that cannot be read.
+        rows: takes the rows that are no conversations; None: as `contents.bad_rows` says.
+
+        Raises CorruptError for a damaged file, and for a row that is no conversation unless such
+        rows are left out; StorageError for a file that cannot be read.
         """
+        rows = RowsRead(self.contents.bad_rows) if rows is None else rows
         for file in self.files:
-            for record, where in file.records(self.contents, FIELDS):
-                yield _conversation(record, where), where
+            for row, where in file.records(self.contents, record_fields()):
+                try:
+                    if isinstance(row, BadRowError):
+                        raise row
+                    conversation = _conversation(row, self.contents.form, where)
+                except BadRowError as error:
+                    rows.leave_out(error)
+                else:
+                    yield conversation, where
 
 
-def hold_conversations(files: Sequence[InputFile], contents: FileContents) -> bool:
-    """Return whether files hold conversations: all are JSONL or tables by their names, and the
-    first record has `messages`, `conversations`, or `prompt` and `completion`, and lacks the text
-    field that `contents` names. Raises StorageError for unreadable files, CorruptError for damaged
-    ones."""
-    if not hold_records(files):
-        return False
-    for file in files:
-        for record, _ in file.records(contents, FIELDS):
-            is_one = any(
-                keys <= record.keys()
-                for keys in ({"messages"}, {"conversations"}, {"prompt", "completion"})
-            )
-            return is_one and contents.text_field not in record
-    return False
+def _conversation(record: Mapping[str, Any], chosen: str, where: str) -> Conversation:
+    """Return a record as a Chat, or as an Exchange if its form is a pair of texts that stay plain.
+    `chosen` is `data.form`. Raises BadRowError, at `where`, for one that has no form, or something
+    else than its form says."""
+    keys = sorted(key for key, value in record.items() if value is not None)
+    form = form_of(keys, chosen, where)
+    if form is None:
+        expected = "any form" if chosen == AUTO else f"the form {chosen!r}"
+        raise BadRowError(
+            f"{where} is no conversation: its keys are {keys}, not those of {expected}"
+        )
+    if form.is_plain and isinstance(record[form.answer], str):
+        return _exchange(record, form, where)
+    try:
+        return _chat(record, form, where)
+    except ConfigError as error:
+        raise BadRowError(f"{where}: {error}") from error
 
 
-def hold_records(files: Sequence[InputFile]) -> bool:
-    """Return True if all files are JSONL or tables, by their names."""
-    return all(is_jsonl(file.name) or is_table(file.name) for file in files)
+def _exchange(record: Mapping[str, Any], form: Form, where: str) -> Exchange:
+    """Return a prompt and its completion, a text, as they are. Raises BadRowError, at `where`, for
+    a prompt that is no text, and for an empty completion."""
+    key = form.asked[0]
+    prompt, completion = record[key], record[form.answer]
+    if not isinstance(prompt, str):
+        raise BadRowError(
+            f"{where}: {key!r} is {type(prompt).__name__}, and {form.answer!r} a text; write two "
+            "texts, or two lists of messages"
+        )
+    check_encodable(prompt, f"{key!r}", where)
+    check_encodable(completion, f"{form.answer!r}", where)
+    if not completion:
+        raise BadRowError(f"{where}: {form.answer!r} is empty; there is nothing to learn")
+    return Exchange(prompt, completion, form.said)
 
 
-def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
-    """Return a JSONL or table record as a Chat, or as an Exchange if `prompt` and `completion` are
-    plain texts. Raises CorruptError, at `where`, for a record that is neither."""
-    prompt, completion = record.get("prompt"), record.get("completion")
-    for key in ("messages", "conversations"):
-        if key in record:
-            return _chat(record[key], [], record, where)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return _chat(completion, prompt, record, where)
-    if isinstance(prompt, str) and isinstance(completion, str):
-        for key, text in (("prompt", prompt), ("completion", completion)):
-            check_encodable(text, f"{key!r}", where)
-        if not completion:
-            raise CorruptError(f"{where}: 'completion' is empty; there is nothing to learn")
-        return Exchange(prompt, completion)
-    raise CorruptError(
-        f"{where} is no conversation (its keys are {sorted(record)}): 'messages' is expected, a "
-        "list, or 'prompt' and 'completion', two texts or two lists of messages"
-    )
+def _chat(record: Mapping[str, Any], form: Form, where: str) -> Chat:
+    """Return the messages of a conversation, checked, as a Chat. A model learns the assistant's,
+    unless they are a prompt's, their `weight` is 0 or their `train` is false.
 
-
-def _chat(messages: Any, given: list[Any], record: Mapping[str, Any], where: str) -> Chat:
-    """Check the messages of a conversation, and return them as a Chat. Raises CorruptError, naming
-    `where`, for invalid messages, or if a model would learn none of them.
-
-    messages: the conversation's own messages. A model learns the assistant's, unless their `weight`
-        is 0 or their `train` is false.
-    given: messages before these, a prompt's, which are never learned.
-    record: the record that they come from, with tools and further variables of the template.
+    Raises ConfigError for invalid messages, BadRowError, at `where`, if a model would learn none of
+    them.
     """
     tools = record.get("tools")
     if tools is None and isinstance(functions := record.get("functions"), list):  # the older form
         tools = [{"type": "function", "function": each} for each in functions]
-    try:
-        whole = normalized([*given, *messages] if isinstance(messages, list) else messages)
-        tools = normalized_tools(tools)
-        variables = normalized_variables(record.get("chat_template_kwargs"))
-    except ConfigError as error:
-        raise CorruptError(f"{where}: {error}") from error
+    messages, n_given = messages_of(record, form)
+    whole = normalized(messages)
+    tools = normalized_tools(tools)
+    variables = normalized_variables(record.get("chat_template_kwargs"))
     for number, message in enumerate(whole):
         if message.get("weight", 1) not in (0, 1):
-            raise CorruptError(
+            raise BadRowError(
                 f"{where}: message {number} has weight={message['weight']!r:.20}; an answer is "
                 "learned (1) or only read (0)"
             )
     # OpenAI's way and axolotl's to say that an answer is only read.
     is_learned = [each.get("weight", 1) and each.get("train", True) for each in whole]
     targets = [
-        n for n in range(len(given), len(whole)) if whole[n]["role"] == ASSISTANT and is_learned[n]
+        n for n in range(n_given, len(whole)) if whole[n]["role"] == ASSISTANT and is_learned[n]
     ]
     if not targets:
-        raise CorruptError(
+        raise BadRowError(
             f"{where}: no message of role {ASSISTANT!r}, so there is nothing to learn; leave the "
             "record out"
         )
-    return Chat(whole, targets, tools, variables)
+    return Chat(whole, targets, tools, variables, form.said)

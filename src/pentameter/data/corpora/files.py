@@ -1,11 +1,11 @@
-"""Documents inside a file: text, JSONL records, tables or tar archives, plain or compressed (gzip,
-Zstandard).
+"""Documents inside a file: text, records in JSONL or a JSON array, tables or tar archives, plain or
+compressed (gzip, Zstandard).
 
 Files are read as bytes and decoded as UTF-8, so line ends stay as they are; a byte order mark at
 the start is an encoding mark, not text, and is dropped. Other encodings become UTF-8 while reading,
 so that counts of bytes (bits per byte, `max_bytes`) do not depend on a file's encoding. A text file
-is one document; a `.jsonl` or `.ndjson` file has one per record, a table one per row, and a tar
-archive those of the files in it.
+is one document; a `.jsonl` or `.ndjson` file has one per record, a `.json` file too where the files
+of a corpus are all of records, a table one per row, and a tar archive those of the files in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from pentameter.config.data_schema import FILE_DEFAULTS
 from pentameter.data.corpora.archives import members
@@ -36,7 +36,16 @@ from pentameter.data.corpora.file_kinds import (
     is_binary,
     lacks_text,
 )
-from pentameter.data.corpora.tables import LONGEST_ROW_BYTES, columns_of, is_table, read_rows
+from pentameter.data.corpora.records.forms import forms_read
+from pentameter.data.corpora.records.json_array import array_rows
+from pentameter.data.corpora.records.rows import BadRowError, Row, Rows, field_value, has_field
+from pentameter.data.corpora.tables import (
+    LONGEST_ROW_BYTES,
+    columns_of,
+    has_column,
+    is_table,
+    read_rows,
+)
 from pentameter.disk.atomic import sha256_of, storage_errors
 from pentameter.errors import CorruptError, lone_surrogate
 
@@ -44,6 +53,7 @@ from pentameter.errors import CorruptError, lone_surrogate
 # (0.4 GB more after each GB read); at 64 KiB memory stays flat, and the work in the fast cache.
 CHUNK_BYTES = 1 << 16
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+JSON_SUFFIX = ".json"
 TOKEN_SUFFIX = ".bin"
 LONGEST_LINE_BYTES = LONGEST_ROW_BYTES  # of JSONL: a line is held whole, a few times over
 USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total depends on it
@@ -57,19 +67,33 @@ class FileContents:
     encoding: str = FILE_DEFAULTS["encoding"]
     """The encoding of text and JSONL files, by its Python name."""
     text_field: str = FILE_DEFAULTS["text_field"]
-    """The JSONL field, or the table's column, that holds a document's text."""
+    """The field of a record, or the table's column, that holds a document's text; with dots,
+    fields within one another."""
+    form: str = FILE_DEFAULTS["form"]
+    """The form of the records, `data.form`."""
+    bad_rows: str = FILE_DEFAULTS["bad_rows"]
+    """What becomes of rows that cannot be used, `data.bad_rows`."""
+    json_has_records: bool = False
+    """Whether `.json` files are read as records; else each is one text."""
 
     @property
     def is_utf8(self) -> bool:
         """Whether bytes are decoded as UTF-8."""
         return codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
 
+    @property
+    def key(self) -> dict[str, str | bool]:
+        """JSON values that decide the text which is read of the same files."""
+        json_records = {"json_has_records": True} if self.json_has_records else {}
+        return {"encoding": self.encoding, "text_field": self.text_field, **json_records}
+
+    def has_records(self, name: str) -> bool:
+        """Return whether a file with this name, which is of no table, has a record for each
+        document."""
+        return is_jsonl(name) or (self.json_has_records and is_json(name))
+
 
 UTF8 = FileContents()
-
-
-Records = Iterator[tuple[dict[str, Any], str]]
-"""Records as dicts, each with its place for messages ("FILE, line 3" or "FILE, row 2")."""
 
 
 class InputFile(Protocol):
@@ -96,10 +120,10 @@ class InputFile(Protocol):
         """Yield its documents, each an iterator of text chunks to be read before the next document
         is asked for. Raises CorruptError, StorageError and ConfigError as `read_documents` does."""
 
-    def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
-        """Yield its records (JSONL objects or table rows) as dicts, each with its file and line or
-        row. For a table, `contents.text_field` and `fields` are the columns read. Raises
-        CorruptError, StorageError and ConfigError as `read_records` does."""
+    def records(self, contents: FileContents, fields: Sequence[str]) -> Rows:
+        """Yield its rows (JSON objects or rows of a table), each with its file and line or row. For
+        a table, `contents.text_field` and `fields` are the columns read. Raises CorruptError,
+        StorageError and ConfigError as `read_records` does."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +170,10 @@ class LocalFile:
         is asked for. Raises CorruptError, StorageError and ConfigError as `read_documents` does."""
         return read_documents(self.path, contents)
 
-    def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
-        """Yield its records (JSONL objects or table rows) as dicts, each with its file and line or
-        row. For a table, `contents.text_field` and `fields` are the columns read. Raises
-        CorruptError, StorageError and ConfigError as `read_records` does."""
+    def records(self, contents: FileContents, fields: Sequence[str]) -> Rows:
+        """Yield its rows (JSON objects or rows of a table), each with its file and line or row. For
+        a table, `contents.text_field` and `fields` are the columns read. Raises CorruptError,
+        StorageError and ConfigError as `read_records` does."""
         return read_records(self.path, contents, fields)
 
     def __str__(self) -> str:
@@ -161,26 +185,31 @@ def is_jsonl(name: str) -> bool:
     return uncompressed_name(name).endswith(JSONL_SUFFIXES)
 
 
+def is_json(name: str) -> bool:
+    """Return True if a file name, without compression suffix, ends in .json."""
+    return uncompressed_name(name).endswith(JSON_SUFFIX)
+
+
 def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterator[str]]:
     """Yield a file's documents, each as an iterator of text chunks; a table's null values are
     skipped.
 
     Raises CorruptError, with file and position, if the content contradicts the name: another
-    encoding, a NUL in a text file (binary data), a record that is not JSON, lacks a string in its
-    text field or has a line longer than `LONGEST_LINE_BYTES`, a table without the column, damaged
-    compression. StorageError if the file cannot be read; ConfigError for `.zst` or a table without
-    the package that decodes it.
+    encoding, a NUL in a text file (binary data), a line longer than `LONGEST_LINE_BYTES`, a table
+    without the column, damaged compression. A document that is a record which is not JSON, or lacks
+    a string in its text field, raises BadRowError when it is read. StorageError if the file cannot
+    be read; ConfigError for `.zst` or a table without the package that decodes it.
     """
     field = contents.text_field
     if is_table(file.name):
-        if field not in (columns := columns_of(file)):
+        if not has_column(file, field):
             raise CorruptError(
-                f"{file} has no column {field!r} (its columns are {sorted(columns)}); name the "
-                "column of the documents' text with --data.text-field (in prepare --text-field)"
+                f"{file} has no column {field!r} (its columns are {sorted(columns_of(file))}); "
+                f"{no_form(field)}"
             )
-        for record, where in read_rows(file, [field]):
-            if field in record:
-                yield iter((_record_text(record, field, where),))
+        for row, where in read_rows(file, [field]):
+            if isinstance(row, BadRowError) or has_field(row, field):
+                yield _document_of(row, field, where)
     elif uncompressed_name(file.name).endswith(TAR_SUFFIX):
         with open_decompressed(file) as archive:
             for name, content in members(archive, str(file)):
@@ -195,15 +224,15 @@ def _documents_in(
     opened: AbstractContextManager[BinaryIO], name: str, where: str, contents: FileContents
 ) -> Iterator[Iterator[str]]:
     """Yield the documents in a file or an archive's member, each as an iterator of text chunks.
-    `opened` is a context manager that yields its decompressed bytes. If `name` has a suffix of
-    JSONL, each record is a document, otherwise the whole text is one. `where` names the file in
+    `opened` is a context manager that yields its decompressed bytes. If `name` is of a file of
+    records, each is a document, otherwise the whole text is one. `where` names the file in
     messages."""
-    if not is_jsonl(name):
+    if not contents.has_records(name):
         yield _text_in(opened, where, contents)
         return
     with opened as stream:
-        for record, line in _records_in(stream, where, contents):
-            yield iter((_record_text(record, contents.text_field, line),))
+        for row, line in _rows_in(stream, where, contents):
+            yield _document_of(row, contents.text_field, line)
 
 
 def _text_in(
@@ -307,31 +336,37 @@ def refuse_other_kinds(file: str, start: bytes) -> None:
         raise CorruptError(f"{file} is {kind.name}, not text; {remedy}")
 
 
-def read_records(file: Path, contents: FileContents = UTF8, fields: Sequence[str] = ()) -> Records:
-    """Yield each JSONL record, or each table row, as a dict with its file and line or row for
-    messages; empty lines are skipped. JSONL gives all fields, a table its text field and the
-    columns `fields`; a record may lack any of them.
+def read_records(file: Path, contents: FileContents = UTF8, fields: Sequence[str] = ()) -> Rows:
+    """Yield each JSON record, or each row of a table, as a dict with its file and line or row for
+    messages; empty lines are skipped. JSON gives all fields, a table its text field and the columns
+    `fields`; a record may lack any of them. Rows that are no records are errors in place of dicts.
 
-    Raises CorruptError for content that is not JSON objects or is damaged, StorageError if the file
-    cannot be read, ConfigError without the package that decodes it.
+    Raises CorruptError for content that is damaged, StorageError if the file cannot be read,
+    ConfigError without the package that decodes it.
     """
     if is_table(file.name):
         yield from read_rows(file, [contents.text_field, *fields])
         return
     with open_decompressed(file) as stream:
-        yield from _records_in(stream, str(file), contents)
+        yield from _rows_in(stream, str(file), contents)
 
 
-def _records_in(stream: BinaryIO, file: str, contents: FileContents) -> Records:
-    """Yield the records in a JSONL byte stream, each with its file and line; `file` names it in
-    messages."""
-    offset = 0
+def _rows_in(stream: BinaryIO, file: str, contents: FileContents) -> Rows:
+    """Yield the rows in a byte stream of JSONL, or of a JSON array, which begins with a bracket,
+    each with its place; `file` names it in messages."""
+    offset, is_start = 0, True  # before the first record
     chunks = _decoded(stream, file, contents)
     utf8 = stream if contents.is_utf8 else chunked_file(chunk.encode() for chunk in chunks)
     for number in itertools.count(1):
-        line = utf8.readline(LONGEST_LINE_BYTES + 1)
+        line = utf8.readline(CHUNK_BYTES if is_start else LONGEST_LINE_BYTES + 1)
         if not line:
             return
+        if is_start and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            whole = chunked_file(itertools.chain([line], iter(lambda: utf8.read(CHUNK_BYTES), b"")))
+            yield from array_rows(_decoded(whole, file, UTF8), file)
+            return
+        if is_start and not line.endswith(b"\n"):
+            line += utf8.readline(LONGEST_LINE_BYTES + 1 - len(line))
         if number == 1:
             refuse_other_kinds(file, line)
         if len(line) > LONGEST_LINE_BYTES:
@@ -341,57 +376,71 @@ def _records_in(stream: BinaryIO, file: str, contents: FileContents) -> Records:
             )
         record = line.removeprefix(codecs.BOM_UTF8)  # of any file that was joined to others
         if record.strip():
+            is_start = False
+            where = f"{file}, line {number}"
             try:
                 decoded = record.decode()
             except UnicodeDecodeError as error:
                 first = offset + len(line) - len(record)
-                raise _undecodable(file, "utf-8", error, first, number) from error
-            where = f"{file}, line {number}"
-            yield _parsed(decoded, contents.text_field, where), where
+                yield BadRowError(_undecodable(file, "utf-8", error, first, number)), where
+            else:
+                yield _parsed(decoded, contents.text_field, where), where
         offset += len(line)
 
 
-def _parsed(record: str, field: str, where: str) -> dict[str, Any]:
-    """Parse `record`, a JSONL line, into a dict. Raises CorruptError, at `where`, if it is no JSON
-    object; the message names the text `field`."""
+def _parsed(record: str, field: str, where: str) -> Row:
+    """Return the object in `record`, a line of JSONL, or the error that says that it is none, at
+    `where`; its message names the text `field`."""
     try:
         parsed = json.loads(record)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(
+        return BadRowError(
             f"{where} is not JSON ({error}); JSONL has one object a line, with its text in "
             f"{field!r}"
-        ) from error
-    if not isinstance(parsed, dict):
-        raise CorruptError(
-            f"{where} has no field {field!r} (no object); name the field of the document's text "
-            "with --data.text-field (in prepare --text-field)"
         )
+    if not isinstance(parsed, dict):
+        return BadRowError(f"{where} has no field {field!r} (no object); {NAME_THE_FIELD}")
     return parsed
 
 
-def _record_text(record: dict[str, Any], field: str, where: str) -> str:
-    """Return the text in a record's `field`. Raises CorruptError, at `where`, if it is absent, no
-    string, or cannot be encoded as UTF-8."""
-    if field not in record:
-        raise CorruptError(
-            f"{where} has no field {field!r} (its keys are {sorted(record)}); name the field of "
-            "the document's text with --data.text-field (in prepare --text-field)"
+def _document_of(row: Row, field: str, where: str) -> Iterator[str]:
+    """Yield the text in the `field` of a row, at once. Raises BadRowError, at `where`, if it is
+    absent, no string, or cannot be encoded as UTF-8, and for a row that is no record."""
+    if isinstance(row, BadRowError):
+        raise row
+    if not has_field(row, field):
+        raise BadRowError(
+            f"{where} has no field {field!r} (its keys are {sorted(row)}); {NAME_THE_FIELD}"
         )
-    text = record[field]
+    text = field_value(row, field, where)
     if not isinstance(text, str):
-        raise CorruptError(
+        raise BadRowError(
             f"{where}: {field!r} is {type(text).__name__} {text!r:.40}, not a string; write the "
             "document's text, or leave the record out"
         )
     check_encodable(text, repr(field), where)
-    return text
+    yield text
+
+
+NAME_THE_FIELD = (
+    "name the field of the document's text with --data.text-field (in prepare --text-field)"
+)
+
+
+def no_form(field: str) -> str:
+    """Return the end of a message about records that have neither the text `field` nor a form: what
+    can be done, and a table of the forms that are read."""
+    return (
+        f"{NAME_THE_FIELD}, or write conversations in one of the forms that are read, by their "
+        f"keys:\n{forms_read(field)}"
+    )
 
 
 def check_encodable(text: str, what: str, where: str) -> None:
-    """Raise CorruptError if a text holds half a surrogate pair; `what` and `where` name the text
-    and its place in the message."""
+    """Raise BadRowError if a text holds half a surrogate pair; `what` and `where` name the text and
+    its place in the message."""
     if (at := lone_surrogate(text)) is not None:
-        raise CorruptError(
+        raise BadRowError(
             f"{where}: {what} holds half a surrogate pair (\\u{ord(text[at]):04x}), which is no "
             "character; write both halves, or leave it out"
         )

@@ -33,7 +33,8 @@ import numpy.typing as npt
 
 from pentameter import keyed
 from pentameter.config.data_schema import GrammarConfig
-from pentameter.data.corpora.files import FileContents, Records
+from pentameter.data.corpora.files import FileContents
+from pentameter.data.corpora.records.rows import Rows
 from pentameter.errors import ConfigError
 
 URN_BITS = 12
@@ -149,7 +150,7 @@ class GrammarFile:
         unused."""
         yield grammar_text(self.settings)
 
-    def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
+    def records(self, contents: FileContents, fields: Sequence[str]) -> Rows:
         """Yield nothing: the corpus has no records."""
         return iter(())
 

@@ -21,9 +21,15 @@ from typing import TypeVar
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import is_remote
-from pentameter.data.corpora.conversations import Conversations, hold_conversations, hold_records
+from pentameter.data.corpora.conversations import Conversations
 from pentameter.data.corpora.file_kinds import table_warning
 from pentameter.data.corpora.files import UTF8, FileContents, InputFile, LocalFile
+from pentameter.data.corpora.records.forms import check_form
+from pentameter.data.corpora.records.recognizing import (
+    hold_conversations,
+    hold_json_records,
+    hold_records,
+)
 from pentameter.data.corpora.remote import remote_files
 from pentameter.data.corpora.tables import is_table, split_in, split_of
 from pentameter.data.corpora.text import Text
@@ -56,14 +62,16 @@ class Inputs:
 
 def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversations:
     """Open the files at `paths` (files, folders, patterns, URLs), read as `data` says: encoding,
-    text field, `max_bytes`. JSONL files and tables whose first record is a conversation become
-    Conversations, everything else Text.
+    text field, form, bad rows, `max_bytes`. Files of records (JSONL, JSON arrays, tables) whose
+    first record is a conversation become Conversations, everything else Text.
 
     Held-out splits are `data.validation_path` and `data.test_path`; if neither is set, the tables
     whose names tell a split. Raises ConfigError for a path that does not exist or holds no file,
-    StorageError for one that cannot be read, CorruptError if text is held out beside conversations.
+    StorageError for one that cannot be read, CorruptError if text is held out beside conversations,
+    and for records that have no text and no form, or two.
     """
-    contents = FileContents(data.encoding, data.text_field)
+    check_form(data.form)
+    contents = FileContents(data.encoding, data.text_field, data.form, data.bad_rows)
     given = {"val": data.validation_path, "test": data.test_path}
     found = {
         split: inputs_at([path], contents, has_held_out=True)
@@ -85,15 +93,21 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
         held_out=beside or inputs.held_out,
         warnings=tuple(dict.fromkeys([*inputs.warnings, *warnings])),
     )
-    if not hold_conversations(inputs.files, contents):
-        warning = table_warning(inputs.files)
-        inputs = replace(inputs, warnings=(*inputs.warnings, *([warning] if warning else [])))
+    if hold_json_records(inputs.files, contents):
+        contents = replace(contents, json_has_records=True)
+    told: list[str] = []
+    if not hold_conversations(inputs.files, contents, told):
+        warning = None if contents.json_has_records else table_warning(inputs.files)
+        told += [warning] if warning else []
+        inputs = replace(inputs, warnings=(*inputs.warnings, *told))
         return _corpus(Text, inputs, contents, data)
+    if any(hold_json_records(files, contents) for files in beside.values()):
+        contents = replace(contents, json_has_records=True)
     for split, files in beside.items():
-        if not hold_records(files):
+        if not hold_records(files, contents):
             raise CorruptError(
-                f"{given[split]} holds no conversations, as {inputs.files[0]} does: .jsonl files "
-                "or tables are expected"
+                f"{given[split]} holds no conversations, as {inputs.files[0]} does: .jsonl files, "
+                "JSON arrays or tables are expected"
             )
     return _corpus(Conversations, inputs, contents, data)
 

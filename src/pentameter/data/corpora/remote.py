@@ -25,7 +25,8 @@ from typing import Any, BinaryIO
 
 from pentameter.config.naming import LONGEST_NAME, LONGEST_NAME_BYTES, name_of
 from pentameter.config.urls import is_remote, last_part, shown_url, url_problem, url_within
-from pentameter.data.corpora.files import FileContents, Records, read_documents, read_records
+from pentameter.data.corpora.files import FileContents, read_documents, read_records
+from pentameter.data.corpora.records.rows import Rows
 from pentameter.disk.atomic import (
     FolderExistsError,
     check_free_space,
@@ -107,8 +108,8 @@ class RemoteFile:
         chunks."""
         return read_documents(cached_file(self), contents)
 
-    def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
-        """Yield the records in the local copy (downloaded if absent), each with its file and line
+    def records(self, contents: FileContents, fields: Sequence[str]) -> Rows:
+        """Yield the rows in the local copy (downloaded if absent), each with its file and line
         or row."""
         return read_records(cached_file(self), contents, fields)
 

@@ -9,12 +9,13 @@ becomes an absent key, also inside lists and objects.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from pentameter.data.corpora.decoded_sizes import EXACT_BYTES, cut_rows
+from pentameter.data.corpora.records.rows import BadRowError, Row, Rows
 from pentameter.disk.atomic import storage_error
 from pentameter.errors import CorruptError, missing_package
 
@@ -73,14 +74,16 @@ def split_in(name: str) -> str | None:
     return "train" if "train" in splits else next(iter(sorted(splits, reverse=True)), None)
 
 
-def read_rows(file: Path, wanted: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+def read_rows(file: Path, wanted: Sequence[str]) -> Rows:
     """Yield each row as a dict with those `wanted` columns that the table has and that are not
-    null, with its place for messages ("FILE, row 0").
+    null, with its place for messages ("FILE, row 0"). A wanted field with dots (`meta.text`) stands
+    for the column whose name it begins with, too. A row that cannot be decoded is an error in place
+    of a dict.
 
     Raises ConfigError without pyarrow, CorruptError for a damaged or truncated file, two wanted
-    columns of one name, a row longer than LONGEST_ROW_BYTES or one that cannot be decoded;
-    StorageError if it cannot be read.
+    columns of one name, and a row longer than LONGEST_ROW_BYTES; StorageError if it cannot be read.
     """
+    wanted = [name for field in wanted for name in _columns_for(field)]
     number = 0
     with _table_errors(file):
         for batch in _batches(file, wanted):
@@ -99,10 +102,42 @@ def columns_of(file: Path) -> list[str]:
     """Return the names of a table's columns. Raises ConfigError without pyarrow, CorruptError or
     StorageError for a damaged or unreadable file."""
     with _table_errors(file):
-        if _is_parquet(file):
-            return list(_pyarrow(file).parquet.read_schema(file).names)
-        with _arrow_reader(file) as reader:
-            return list(reader.schema.names)
+        return list(_schema_of(file).names)
+
+
+def has_column(file: Path, field: str) -> bool:
+    """Return whether a table has a column named `field`, or with dots in it (`meta.text`) columns
+    within one another. Raises ConfigError, CorruptError and StorageError as `columns_of` does."""
+    with _table_errors(file):
+        schema = _schema_of(file)
+        found = {name: schema.field(n).type for n, name in enumerate(schema.names)}
+        return _holds(found, field, _pyarrow(file).types)
+
+
+def _holds(fields: Mapping[str, Any], field: str, types: Any) -> bool:
+    """Return whether `fields`, name → type (pyarrow), have `field`, a name or a path of names."""
+    if field in fields:
+        return True
+    inner = [
+        ({kind.field(n).name: kind.field(n).type for n in range(kind.num_fields)}, name)
+        for name in _columns_for(field)
+        if (kind := fields.get(name)) is not None and types.is_struct(kind)
+    ]
+    return any(_holds(each, field.removeprefix(f"{name}."), types) for each, name in inner)
+
+
+def _columns_for(field: str) -> list[str]:
+    """Return the names of columns in which a field may be: its own, and what precedes its dots."""
+    parts = field.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+def _schema_of(file: Path) -> Any:
+    """Return a table's schema (pyarrow)."""
+    if _is_parquet(file):
+        return _pyarrow(file).parquet.read_schema(file)
+    with _arrow_reader(file) as reader:
+        return reader.schema
 
 
 def _is_parquet(file: Path) -> bool:
@@ -193,9 +228,9 @@ def _validate(batch: Any, file: Path, first: int) -> None:
             raise _damage(f"{where}: column {name!r}", error) from error
 
 
-def _decoded(rows: Any, file: Path, first: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a record batch as dicts without null values. Raises CorruptError for a
-    value that Python cannot represent. first: the number of the first row in the file, for the
+def _decoded(rows: Any, file: Path, first: int) -> Iterator[Row]:
+    """Yield the rows of a record batch as dicts without null values; for a value that Python cannot
+    represent, an error in place of the row. first: the number of the first row in the file, for the
     message."""
     try:
         records = rows.to_pylist()
@@ -204,10 +239,11 @@ def _decoded(rows: Any, file: Path, first: int) -> Iterator[dict[str, Any]]:
             for n in range(rows.num_rows):
                 yield from _decoded(rows.slice(n, 1), file, first + n)
             return
-        raise CorruptError(
+        yield BadRowError(
             f"{file}, row {first} cannot be read ({_reason(error)}); write its text as UTF-8, or "
             "leave the row out"
-        ) from error
+        )
+        return
     yield from map(_present, records)
 
 

@@ -7,6 +7,7 @@ A document is an iterator of text chunks, so that any length streams and memory 
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from functools import cached_property
 from typing import Self
 
 from pentameter.data.corpora.files import UTF8, FileContents, InputFile
+from pentameter.data.corpora.records.rows import SKIP, BadRowError, RowsRead
 
 Documents = Iterator[Iterator[str]]
 """An iterator over documents, each an iterator of text chunks that must be read before the next
@@ -52,10 +54,15 @@ class Corpus:
 class Text(Corpus):
     """A corpus of text, in documents that are tokenized one by one."""
 
-    def documents(self) -> Documents:
-        """Start a new pass over the documents. Chunks are small, except that a record is one
-        chunk."""
-        documents = (each for file in self.files for each in file.documents(self.contents))
+    def documents(self, rows: RowsRead | None = None) -> Documents:
+        """Start a new pass over the documents. Chunks are small, except that a record is one chunk.
+
+        rows: takes the records that have no text; None: as `contents.bad_rows` says.
+        """
+        files = self.files
+        documents: Documents = (each for file in files for each in file.documents(self.contents))
+        if self.contents.bad_rows == SKIP:
+            documents = _with_text(documents, rows or RowsRead(SKIP))
         return documents if self.max_bytes is None else first_bytes(documents, self.max_bytes)
 
     def chunks(self) -> Iterator[str]:
@@ -66,8 +73,10 @@ class Text(Corpus):
     @property
     def identity(self) -> str | None:
         """A string that identifies the content, held-out texts included, for the cache's keys. It
-        is None if only reading tells the content (local files); generated text and remote files
-        with versions have one."""
+        is None if only reading tells the content (local files, and where bad rows are left out,
+        which are counted anew); generated text and remote files with versions have one."""
+        if self.contents.bad_rows == SKIP:
+            return None
         known = {"train": self._own_identity}
         known |= {split: text._own_identity for split, text in self.held_out.items()}
         if None in known.values():
@@ -84,8 +93,19 @@ class Text(Corpus):
             return None
         if isinstance(keys[0], str):  # generated, which is one file
             return keys[0]
-        how = [self.contents.encoding, self.contents.text_field]
+        how = [*self.contents.key.values()]
         return f"remote, version 1, {json.dumps([keys, *how])}"
+
+
+def _with_text(documents: Documents, rows: RowsRead) -> Documents:
+    """Yield the documents, without records that have no text, which `rows` counts."""
+    for document in documents:
+        try:
+            start = [*itertools.islice(document, 1)]
+        except BadRowError as error:
+            rows.leave_out(error)
+        else:
+            yield itertools.chain(start, document)
 
 
 def first_bytes(documents: Documents, max_bytes: int) -> Documents:

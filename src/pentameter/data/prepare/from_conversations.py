@@ -23,6 +23,7 @@ import numpy as np
 from pentameter.config.choices import TEMPLATE_DATE
 from pentameter.data.corpora.conversations import Chat, Conversation, Conversations, Exchange
 from pentameter.data.corpora.files import check_encodable
+from pentameter.data.corpora.records.rows import BadRowError, RowsRead
 from pentameter.data.corpora.text import utf8_size
 from pentameter.data.prepare.encoders import batches
 from pentameter.data.prepare.preparation import Contents, Preparation
@@ -52,8 +53,8 @@ BATCH_RENDERED, BATCH_CHARACTERS = 64, 1 << 20
 """Maximum conversations, and maximum characters, rendered in one request, which alone takes a tenth
 of a millisecond."""
 
-Records = Iterator[tuple[Conversation, str]]
-"""Conversations, each with its file and line for messages ("FILE, line 3")."""
+Asked = tuple[Conversation, RenderRequest | None, str]
+"""A conversation, the request to render it, and its file and line for messages ("FILE, line 3")."""
 
 
 @dataclass(frozen=True)
@@ -159,30 +160,41 @@ class _Source:
     date: str
     """The day that the template is told."""
 
-    def documents(self, remarks: Remarks | None = None) -> Iterator[list[Document]]:
+    def documents(
+        self, rows: RowsRead | None = None, remarks: Remarks | None = None
+    ) -> Iterator[list[Document]]:
         """Yield each conversation's documents, at least one, until `max_bytes` of text are read; a
-        document that would exceed them is left out. `remarks` collects warnings about the template;
-        None collects none. Raises ConfigError for messages without a template, CorruptError for a
-        record that is damaged or refused by the template."""
+        document that would exceed them is left out.
+
+        rows: counts the rows, and takes those that cannot be used; None: as the conversations'
+        `bad_rows` says. remarks: collects warnings about the template; None collects none.
+
+        Raises ConfigError for messages without a template; CorruptError for a damaged file, and for
+        a row that is no conversation, or that the template refuses, unless such are left out.
+        """
+        rows = RowsRead(self.conversations.contents.bad_rows) if rows is None else rows
         n_bytes, most_bytes = 0, self.conversations.max_bytes
-        for documents, where in self._rendered(remarks):
+        for documents, form in self._rendered(rows, remarks):
             for number, document in enumerate(documents):
-                check_encodable(text := document.text, "a message", where)
-                n_bytes += utf8_size(text)
+                n_bytes += utf8_size(document.text)
                 if most_bytes is not None and n_bytes > most_bytes:
                     if number:
+                        rows.forms[form] += 1
                         yield documents[:number]
                     return
+            rows.forms[form] += 1
             yield documents
 
-    def _rendered(self, remarks: Remarks | None) -> Iterator[tuple[list[Document], str]]:
-        """Yield, for each conversation, its documents with its file and line: one document for a
-        prompt and completion, one or more for messages. Raises ConfigError for messages without a
-        template, CorruptError if the template refuses them."""
+    def _rendered(
+        self, rows: RowsRead, remarks: Remarks | None
+    ) -> Iterator[tuple[list[Document], str]]:
+        """Yield, for each conversation, its documents with what its form is called: one document
+        for a prompt and completion, one or more for messages. `rows` takes those that the template
+        refuses. Raises ConfigError for messages without a template."""
         with ExitStack() as stack:
             rendering: Rendering | None = None
-            for batch in _batches(self.conversations.records()):
-                chats = [(each, where) for each, where in batch if isinstance(each, Chat)]
+            for batch in _batches(self._asked(rows)):
+                chats = [(asked, where) for _, asked, where in batch if asked is not None]
                 if chats and rendering is None:
                     if self.chat is None:
                         raise ConfigError(
@@ -194,32 +206,44 @@ class _Source:
                     rendering = stack.enter_context(Rendering(self.chat))
                 found: Iterator[Documents | TemplateRefusalError] = iter(())
                 if rendering is not None:
-                    asked = [self._asked(each, where) for each, where in chats]
                     try:
-                        found = iter(rendering.documents(asked))
+                        found = iter(rendering.documents([asked for asked, _ in chats]))
                     except TemplateBoundsError as error:
                         raise CorruptError(f"{chats[0][1]}, or soon after: {error}") from error
-                for conversation, where in batch:
+                for conversation, _, where in batch:
                     if isinstance(conversation, Exchange):
                         segments = [(conversation.prompt, False), (conversation.completion, True)]
-                        yield [Document([each for each in segments if each[0]], False)], where
+                        documents = [Document([each for each in segments if each[0]], False)]
+                        yield documents, conversation.form
                         continue
-                    documents = _accepted(next(found), where)
+                    try:
+                        documents = _accepted(next(found), where)
+                    except BadRowError as error:
+                        rows.leave_out(error)
+                        continue
                     if remarks is not None and rendering is not None:
                         remarks.add(conversation, documents, where, rendering, self.date)
-                    yield documents, where
+                    yield documents, conversation.form
 
-    def _asked(self, chat: Chat, where: str) -> RenderRequest:
-        """Return the request to render a chat, with special tokens in its texts escaped. Raises
-        CorruptError, at `where`, for reserved characters in its texts."""
-        try:
-            messages, tools, variables = (
-                escaped(each, self.special_texts)
-                for each in (chat.messages, chat.tools, chat.variables)
-            )
-        except TemplateRefusalError as error:
-            raise CorruptError(f"{where}: {error}") from error
-        return RenderRequest(messages, tools, chat.targets, date=self.date, variables=variables)
+    def _asked(self, rows: RowsRead) -> Iterator[Asked]:
+        """Yield each conversation with the request to render it, in which special tokens in its
+        texts are escaped; None for a prompt and completion. `rows` takes those with reserved
+        characters in their texts."""
+        for conversation, where in self.conversations.records(rows):
+            if isinstance(conversation, Exchange):
+                yield conversation, None, where
+                continue
+            try:
+                messages, tools, variables = (
+                    escaped(each, self.special_texts)
+                    for each in (conversation.messages, conversation.tools, conversation.variables)
+                )
+            except TemplateRefusalError as error:
+                rows.leave_out(BadRowError(f"{where}: {error}"))
+                continue
+            targets = conversation.targets
+            asked = RenderRequest(messages, tools, targets, date=self.date, variables=variables)
+            yield conversation, asked, where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +255,8 @@ class ConversationContents(Contents):
     has_loss_mask = True
 
     source: _Source
+    rows: RowsRead
+    """The rows that were read."""
     splits: bytes
     """One byte per document: its split's index in SPLITS."""
     has_several: bool
@@ -298,11 +324,18 @@ class ConversationPreparation(Preparation):
         included."""
         return [sentence for part in self.contents.parts for sentence in part.remarks]
 
+    @property
+    def holds(self) -> str:
+        """How many conversations the corpus has, and in which forms, in words."""
+        assert isinstance(self.contents, ConversationContents)  # as `_read` makes them
+        return self.contents.rows.used
+
     def _read(self, corpus: Conversations, split: str, splitting: Splitting) -> Contents:
         digest, characters = hashlib.sha256(), set[str]()
         n_bytes, n_documents, splits = 0, list[int](), list[int]()  # of each conversation
-        remarks, source = Remarks(), _Source(corpus, self.chat, self.special_texts, self.date)
-        for documents in source.documents(remarks):
+        rows, remarks = RowsRead(corpus.contents.bad_rows), Remarks()
+        source = _Source(corpus, self.chat, self.special_texts, self.date)
+        for documents in source.documents(rows, remarks):
             for document in documents:
                 digest.update(document.to_bytes())
                 text = document.text
@@ -312,7 +345,10 @@ class ConversationPreparation(Preparation):
             splits.append(splitting.split_of(hashlib.sha256(text.encode()).digest()))
             self.progress(READING, n_bytes, max(corpus.n_bytes, n_bytes))
         if not splits:
-            raise ConfigError(f"there is no conversation in {corpus.files[0]}; nothing to learn")
+            left_out = f": {rows.first_left_out}" if rows.n_left_out else ""
+            raise ConfigError(
+                f"there is no conversation in {corpus.files[0]}; nothing to learn{left_out}"
+            )
         if split != "train":
             splits = [SPLITS.index(split)] * len(splits)
         elif not IS_BY_DOCUMENT[splitting.by]:
@@ -326,12 +362,16 @@ class ConversationPreparation(Preparation):
             chat=self.chat,
             source=source,
             splits=np.repeat(np.array(splits, np.uint8), n_documents).tobytes(),
-            remarks=() if self.chat is None else remarks.sentences(self.chat),
+            rows=rows,
+            remarks=[
+                *rows.warnings(len(n_documents)),
+                *([] if self.chat is None else remarks.sentences(self.chat)),
+            ],
             has_several=max(n_documents) > 1 and len(set(splits)) > 1,
         )
 
 
-def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
+def _batches(records: Iterator[Asked]) -> Iterator[list[Asked]]:
     """Yield conversations in lists, each with at most BATCH_RENDERED of them and about
     BATCH_CHARACTERS characters."""
     least = BATCH_CHARACTERS // BATCH_RENDERED  # what a conversation counts, so that as many do
@@ -341,15 +381,18 @@ def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
 
 
 def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[Document]:
-    """Return the documents that a template made of a chat. Raises CorruptError if the template
-    refused the chat, or left none of its answers in the text. `where` is the chat's file and
-    line."""
+    """Return the documents that a template made of a chat. Raises BadRowError if the template
+    refused the chat, or left none of its answers in the text, or half a surrogate pair. `where` is
+    the chat's file and line."""
     if isinstance(documents, TemplateRefusalError):
-        raise CorruptError(f"{where}: {documents}") from documents
+        raise BadRowError(f"{where}: {documents}") from documents
     for segments in documents:
         if not any(is_target for _, is_target in segments):
-            raise CorruptError(f"{where}: the chat template leaves nothing of the answers")
-    return [Document(segments, True) for segments in documents]
+            raise BadRowError(f"{where}: the chat template leaves nothing of the answers")
+    made = [Document(segments, True) for segments in documents]
+    for document in made:
+        check_encodable(document.text, "a message", where)
+    return made
 
 
 def _tokens(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[Ids, Mask]]:

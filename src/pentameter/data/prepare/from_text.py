@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pentameter.data.corpora.records.rows import SKIP, RowsRead
 from pentameter.data.corpora.text import Documents, Text, utf8_size
 from pentameter.data.prepare.encoders import encoded_passages
 from pentameter.data.prepare.preparation import Contents, Preparation
@@ -102,6 +103,14 @@ class TextPreparation(Preparation):
     corpus: Text
 
     @property
+    def remarks(self) -> Sequence[str]:
+        """A warning about rows that were left out; none where no row may be, as the text is not
+        read for it."""
+        if self.corpus.contents.bad_rows != SKIP:
+            return ()
+        return [sentence for part in self.contents.parts for sentence in part.remarks]
+
+    @property
     def key(self) -> dict[str, Any]:
         """JSON values that identify the text in the cache. If its identity is not known without
         reading (local files), the first pass over it is made now."""
@@ -111,13 +120,14 @@ class TextPreparation(Preparation):
         return {"name": self.corpus.name, "text": identity, "held_out": {}}
 
     def _read(self, corpus: Text, split: str, splitting: Splitting) -> TextContents:
-        digest = TextDigest()
-        n_characters = 0
+        digest, rows = TextDigest(), RowsRead(corpus.contents.bad_rows)
+        n_characters = n_documents = 0
         splits = bytearray()
         by_document = IS_BY_DOCUMENT[splitting.by]
         needs_characters = self.tokenizer == "char" or isinstance(self.tokenizer, CharTokenizer)
         seen = np.zeros(N_CODE_POINTS if needs_characters else 0, dtype=bool)
-        for document in digest.hashed(corpus.documents()):
+        for document in digest.hashed(corpus.documents(rows)):
+            n_documents += 1
             hasher = hashlib.blake2b(digest_size=8)
             for chunk in document:
                 n_characters += len(chunk)
@@ -129,7 +139,10 @@ class TextPreparation(Preparation):
             if by_document:
                 splits.append(splitting.split_of(hasher.digest()))
         if n_characters == 0:
-            raise ConfigError(f"the text {corpus.name!r} is empty; there is nothing to learn from")
+            left_out = f": {rows.first_left_out}" if rows.n_left_out else ""
+            raise ConfigError(
+                f"the text {corpus.name!r} is empty; there is nothing to learn from{left_out}"
+            )
         train_end, val_end, _ = splitting.ends(n_characters)
         by_position = {
             "train": (train_end, val_end, n_characters),
@@ -141,6 +154,7 @@ class TextPreparation(Preparation):
             sha256=digest.hexdigest(),
             n_bytes=digest.n_bytes,
             own_characters="".join(map(chr, np.flatnonzero(seen).tolist())),
+            remarks=rows.warnings(n_documents),
             text=corpus,
             n_characters=n_characters,
             bounds=bytes(splits) if by_document else by_position[split],

@@ -142,6 +142,11 @@ class Preparation(ABC):
         `Contents.remarks`."""
         return ()
 
+    @property
+    def holds(self) -> str:
+        """What the corpus holds, in words ("52,002 conversations, Alpaca's form"); "" for text."""
+        return ""
+
     @abstractmethod
     def _read(self, corpus: Any, split: str, splitting: Splitting) -> Contents:
         """Make the first pass over one corpus, and return its contents. `split` is `train` for the

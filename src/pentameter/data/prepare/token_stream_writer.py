@@ -99,7 +99,7 @@ class Origin:
             # ended with whole passages, however long.
             "stream": 2 if any(fractions) and not text.held_out else 1,
             "files": [[*name, key] for name, key in zip(names, self.keys, strict=True)],
-            "contents": asdict(text.contents),
+            "contents": text.contents.key,
             "max_bytes": text.max_bytes,
             "tokenizer": known_by(self.tokenizer),
             "held_out": fractions,

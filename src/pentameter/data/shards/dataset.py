@@ -287,6 +287,8 @@ class Dataset:
     """The shards' folder; for several data sets, each one's in order."""
     header: Mapping[str, Any] = field(default_factory=dict)
     """The shards' header (`format.py`); empty for several data sets and for a stream."""
+    holds: tuple[str, ...] = ()
+    """What the files of each data set hold, in words, "" for text; empty for prepared shards."""
 
     @property
     def vocab_size(self) -> int:

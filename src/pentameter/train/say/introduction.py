@@ -19,6 +19,7 @@ def introduction(run: TrainingRun) -> list[str]:
     plan, compute, config = run.plan, run.compute, run.plan.config
     model, data = config.model, config.data
     source = data.corpus or shown_path(data.path or "") or f"a blend of {len(data.sources)}"
+    held = "" if data.sources else _held(run, 0)
     splits = ", ".join(
         f"{name} {run.dataset.split(name).n_tokens:,}"
         for name in ("train", "val", "test")
@@ -33,8 +34,8 @@ def introduction(run: TrainingRun) -> list[str]:
         f"{config.name} · seed {config.seed} · {run.folder.path}",
         f"model   {plan.n_parameters:,} parameters{_active(plan)} · {_architecture(plan)} · "
         f"context {model.context_length}",
-        f"data    {source}{_left_out(data)} · {run.dataset.tokenizer.kind} tokens: {splits} · "
-        f"vocabulary {model.vocab_size:,}",
+        f"data    {source}{held}{_left_out(data)} · {run.dataset.tokenizer.kind} tokens: "
+        f"{splits} · vocabulary {model.vocab_size:,}",
         *_sources(run),
         f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
         f"{plan.total_tokens:,} tokens{_epochs(plan)}",
@@ -114,6 +115,13 @@ def _target_tokens(run: TrainingRun) -> list[str]:
     ]
 
 
+def _held(run: TrainingRun, number: int) -> str:
+    """Return " · 52,002 conversations, Alpaca's form" for the data set of this number; an empty
+    string if it holds text, or nothing is known of it."""
+    held = run.dataset.holds[number : number + 1]
+    return f" · {held[0]}" if held and held[0] else ""
+
+
 def _sources(run: TrainingRun) -> list[str]:
     """Return a line for each data source in a mixture: its weight in percent, tokens, and passes
     over it; an empty list for a single source."""
@@ -123,10 +131,10 @@ def _sources(run: TrainingRun) -> list[str]:
     sources = run.config.data.sources
     total = sum(source.weight for source in sources)
     return [
-        f"        {source.weight / total:6.1%} {source.corpus or shown_path(source.path or '')} · "
-        f"train {part.n_tokens:,} · {n_passes:,.3g} passes"
-        for source, part, n_passes in zip(
-            sources, run.dataset.split("train").parts, passes, strict=True
+        f"        {source.weight / total:6.1%} {source.corpus or shown_path(source.path or '')}"
+        f"{_held(run, number)} · train {part.n_tokens:,} · {n_passes:,.3g} passes"
+        for number, (source, part, n_passes) in enumerate(
+            zip(sources, run.dataset.split("train").parts, passes, strict=True)
         )
     ]
 
