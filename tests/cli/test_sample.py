@@ -233,17 +233,13 @@ def test_ctrl_c_ends_a_text_and_not_the_loop(
     assert (len(first), len(second)) == (5, 12)
 
 
-def test_an_answer_sees_the_conversation(
-    tmp_path: Path,
-    model: GPT,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    tokenizer = CharTokenizer("\nabcdéu")
+def save_talker(folder: Path, model: GPT) -> CharTokenizer:
+    """A run folder whose tokenizer, which is returned, has a chat template."""
+    tokenizer = CharTokenizer("\nabcdésu")
     tokenizer.chat = ChatTemplate(
         "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}a"
     )
-    store = CheckpointStore(tmp_path / "checkpoints", run_id="r", config_hash="h")
+    store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="h")
     store.save(
         Contents(
             7,
@@ -255,12 +251,38 @@ def test_an_answer_sees_the_conversation(
             },
         )
     )
+    return tokenizer
+
+
+@pytest.mark.parametrize("system", ["", "abc"])
+def test_an_answer_sees_the_conversation(
+    tmp_path: Path,
+    model: GPT,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    system: str,
+) -> None:
+    tokenizer = save_talker(tmp_path, model)
     typed(monkeypatch, "bad", "add", "/new", "bad")
-    run([str(tmp_path), "--chat", "--max-new-tokens", "6"])
-    expected, asked = [], ""
+    options = ["--chat", "--max-new-tokens", "6", *(["--system", system] if system else [])]
+    run([str(tmp_path), *options])
+    expected, opening = [], f"s{system}\n" if system else ""
+    asked = opening
     for seed, message in ((0, "bad"), (1, "add"), (3, "bad")):
-        asked = (asked if seed < 3 else "") + f"u{message}\na"
+        asked = (asked if seed < 3 else opening) + f"u{message}\na"
         (answer,) = generate(model, tokenizer, asked, max_new_tokens=6, seed=seed)
         expected.append(answer)
         asked += f"{answer}\n"
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in expected) + "\n"
+
+
+def test_a_system_message_comes_before_the_prompt(
+    tmp_path: Path, model: GPT, run_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = save_talker(tmp_path, model)
+    asked = ["--chat", "--system", "cab", "--prompt", "bad", "--max-new-tokens", "6"]
+    assert run([str(tmp_path), *asked]) == 0
+    (answer,) = generate(model, tokenizer, "scab\nubad\na", max_new_tokens=6)
+    assert capsys.readouterr().out == f"{answer}\n"
+    with pytest.raises(ConfigError, match=r"--system 'cab' .* needs --chat"):
+        run([run_folder, "--system", "cab", "--prompt", "bad"])

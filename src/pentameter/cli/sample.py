@@ -54,6 +54,8 @@ class SampleArguments:
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
     """Take the prompt as a user's message, in the chat template of the model's tokenizer; the
     answer ends at the token with which the template ends one, or at the end of text."""
+    system: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
+    """With --chat: the system message before the conversation, where its template has one."""
     experts: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print, instead of a continuation, which experts the prompt's tokens are sent to, for each
     layer of a mixture of experts."""
@@ -84,6 +86,10 @@ def run(arguments: list[str]) -> int:
     from pentameter.generation.loop import Generation
     from pentameter.generation.prompts import encode_chat, encode_prompt
 
+    if asked.system and not asked.chat:
+        raise ConfigError(
+            f"--system {asked.system!r} is a message of a conversation: it needs --chat"
+        )
     settings = Generation(
         asked.temperature,
         asked.top_k,
@@ -98,10 +104,14 @@ def run(arguments: list[str]) -> int:
         return 0
     ends = ends_of_answers(loaded.tokenizer) if asked.chat else frozenset[int]()
     if _is_loop(asked):
-        _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat)
+        _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat, system=asked.system)
         return 0
-    encode = encode_chat if asked.chat else encode_prompt
-    ids = encode(loaded.tokenizer, prompt)
+    tokenizer = loaded.tokenizer
+    ids = (
+        encode_chat(tokenizer, prompt, system=asked.system)
+        if asked.chat
+        else encode_prompt(tokenizer, prompt)
+    )
     continues = bool(prompt) and not asked.chat
     steps, samples = _sampled(loaded, ids, settings, ends, continues=continues)
     if asked.json:
@@ -164,11 +174,11 @@ def _sampled(
 
 
 def _ask_for_prompts(
-    loaded: LoadedModel, settings: Generation, ends: frozenset[int], *, is_chat: bool
+    loaded: LoadedModel, settings: Generation, ends: frozenset[int], *, is_chat: bool, system: str
 ) -> None:
     """Read prompts, a line each, until the input ends, and print the model's continuation, up to a
-    token in `ends`. If `is_chat`, print its answer to the conversation so far. Seeds count up from
-    that in `settings`."""
+    token in `ends`. If `is_chat`, print its answer to the conversation so far, which begins with
+    the message `system` unless that is empty. Seeds count up from that in `settings`."""
     from pentameter.data.tokenizers.render_client import render
     from pentameter.generation.prompts import encode_messages, encode_prompt, template_of
 
@@ -177,7 +187,8 @@ def _ask_for_prompts(
 
     template = template_of(loaded.tokenizer) if is_chat else None
     print(LOOP_HELP if template is None else CHAT_HELP, file=sys.stderr)
-    messages: list[dict[str, str]] = []
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = opening
     for seed in itertools.count(settings.seed):
         try:
             line = input(PROMPT)
@@ -185,7 +196,7 @@ def _ask_for_prompts(
             print()
             return
         if template is not None and line.strip() == NEW:
-            messages = []
+            messages = opening
             continue
         turn = [*messages, {"role": "user", "content": line}]
         try:

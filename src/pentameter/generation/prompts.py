@@ -76,13 +76,17 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
     return newline if len(newline) else np.zeros(1, dtype=np.int64)
 
 
-def encode_chat(tokenizer: Tokenizer, message: str, date: str | None = None) -> Tokens:
+def encode_chat(
+    tokenizer: Tokenizer, message: str, date: str | None = None, *, system: str = ""
+) -> Tokens:
     """Return the ids (n,) for a user's message in the tokenizer's chat template, up to where the
-    answer starts. `date` (YYYY-MM-DD) is the day that the template is told; None for today.
+    answer starts, after the message `system` if there is one. `date` (YYYY-MM-DD) is the day that
+    the template is told; None for today.
 
-    Raises ConfigError if the tokenizer has no template, or the template refuses the message.
+    Raises ConfigError if the tokenizer has no template, or the template refuses the messages.
     """
-    messages = [{"role": "user", "content": message}]
+    roles = {"system": system, "user": message}
+    messages = [{"role": r, "content": said} for r, said in roles.items() if said or r == "user"]
     template = template_of(tokenizer)
     return encode_messages(tokenizer, messages, lambda on: render(template, replace(on, date=date)))
 
