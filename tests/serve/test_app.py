@@ -34,6 +34,7 @@ from pentameter.serve.continuation import Continuation, TextRequest
 from pentameter.serve.endpoints.chat import ChatRequest
 from pentameter.serve.endpoints.completions import CompletionRequest
 from pentameter.serve.endpoints.requests import Limits, other_fields
+from pentameter.serve.guard import Access
 from pentameter.serve.passes import Slots
 from pentameter.serve.worker import ServedModel, ServerBusyError, Worker, served_model
 
@@ -50,11 +51,16 @@ def served(name: str, tokenizer: CharTokenizer = TOKENIZER, n_slots: int = 4) ->
     return ServedModel(name, tokenizer, Slots(make_model(), V, n_slots))
 
 
-def client_of(*models: ServedModel, limits: Limits = LIMITS, waiting: int = 8) -> TestClient:
+def client_of(
+    *models: ServedModel,
+    limits: Limits = LIMITS,
+    waiting: int = 8,
+    access: Access = Access(LOOPBACK),  # noqa: B008  (frozen)
+) -> TestClient:
     worker = Worker(most_waiting=waiting)
     for model in models:
         worker.add(model)
-    app = create_app(worker, limits, LOOPBACK)
+    app = create_app(worker, limits, access)
     return TestClient(app, base_url="http://127.0.0.1:8000")
 
 
@@ -398,6 +404,55 @@ def test_a_page_of_the_server_itself_may_ask(client: TestClient) -> None:
     for host in ("127.0.0.1:8000", "localhost:8000", "[::1]:8000"):
         headers = {"Origin": f"http://{host}", "Host": host}
         assert client.post("/v1/completions", json=asked, headers=headers).status_code == 200
+
+
+def test_a_key_is_asked_for_and_never_shown() -> None:
+    access = Access(LOOPBACK, api_key="secret-1")
+    assert "secret" not in repr(access)
+    with client_of(served("plain"), access=access) as client:
+        asked = {"prompt": "a", "max_tokens": 2}
+        for given in (None, "Bearer secret-2", "Bearer", "secret-1", "Basic secret-1", "Bearer é"):
+            headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+            for path in ("/v1/models", "/v1/models/plain", "/docs"):
+                assert client.get(path, headers=headers).status_code == 401
+            answer = client.post("/v1/completions", json=asked, headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert "secret" not in answer.text
+        headers = {"Authorization": "Bearer secret-1"}
+        assert client.post("/v1/completions", json=asked, headers=headers).status_code == 200
+        assert client.get("/v1/models", headers=headers).status_code == 200
+        for path in ("/", "/health"):
+            assert client.get(path).status_code == 200
+
+
+def test_pages_of_the_sites_that_are_named_may_ask() -> None:
+    site = "https://chat.example"
+    access = Access(LOOPBACK, api_key="k", origins=[site])
+    with client_of(served("plain"), access=access) as client:
+        asked = {
+            "Origin": site,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+        }
+        first = client.options("/v1/completions", headers=asked)
+        assert first.status_code == 200
+        assert first.headers["Access-Control-Allow-Origin"] == site
+        assert "x-stainless-lang" in first.headers["Access-Control-Allow-Headers"]
+        body = {"prompt": "a", "max_tokens": 2}
+        headers = {"Origin": site, "Authorization": "Bearer k"}
+        answer = client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["Access-Control-Allow-Origin"] == site
+        other = {"Origin": "https://other.example"}
+        refused = client.post("/v1/completions", json=body, headers=headers | other)
+        assert refused.status_code == 403
+        assert "Access-Control-Allow-Origin" not in refused.headers
+        assert client.options("/v1/completions", headers=asked | other).status_code == 400
+    with client_of(served("plain"), access=Access(LOOPBACK, origins=["*"])) as client:
+        answer = client.post("/v1/completions", json=body, headers={"Origin": site})
+        assert answer.headers["Access-Control-Allow-Origin"] == "*"
 
 
 @pytest.mark.parametrize("kind", ["Application/JSON", "application/json ; charset=utf-8"])

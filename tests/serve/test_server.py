@@ -220,6 +220,11 @@ def test_without_the_extra_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -
         (["x", "--slots", "0"], "at least 1"),
         (["x", "--max-seconds", "nan"], "at least 0"),
         (["no/such/run", "--port", "0"], "does not exist"),
+        (["x", "--api-key", ""], "--api-key is empty"),
+        (["x", "--api-key", "é"], "a header cannot carry"),
+        (["x", "--cors-origin", "https://A.example/x"], "did you mean https://a.example"),
+        (["x", "--cors-origin", "a.example"], "is no origin"),
+        (["x", "--cors-origin", "http://["], "is no origin"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str) -> None:

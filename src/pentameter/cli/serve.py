@@ -12,7 +12,7 @@ import tyro
 
 from pentameter.cli.options.arguments import check_least, device_for_verb, load_for_verb, parse
 from pentameter.errors import ConfigError, missing_package, remark
-from pentameter.machine.address import LOOPBACK, bind
+from pentameter.machine.address import LOOPBACK, api_key_of, bind, check_origin
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,14 @@ class ServeArguments:
     """Run folders (their best checkpoint, else their last), checkpoint folders, or Hugging Face
     folders. Requests name a model by its folder's name."""
     host: str = "127.0.0.1"
-    """Address to listen on. Any other than this machine's own lets others ask: there is no
-    password."""
+    """Address to listen on. Any other than this machine's own lets others ask: give --api-key."""
     port: int = 8000
     """0 takes any that is free."""
+    api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
+    """What requests must carry (Authorization: Bearer KEY). In the environment, as
+    PENTAMETER_API_KEY, other users of this machine do not see it."""
+    cors_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ORIGIN")] = ()
+    """Sites whose pages may ask from a browser, such as https://chat.example; * is any."""
     slots: int = 16
     """Texts that each model writes at once; its cache takes memory for them all."""
     queue: int = 256
@@ -63,11 +67,16 @@ def run(arguments: list[str]) -> int:
     from pentameter.serve.server import serve
     from pentameter.serve.worker import Worker, served_model
 
+    api_key = api_key_of(asked.api_key)
+    for origin in asked.cors_origin:
+        check_origin(origin)
     limits = Limits(asked.max_tokens, asked.max_seconds, asked.max_bytes)
     device = device_for_verb(asked.device)
     with bind(asked.host, asked.port) as bound:  # refused before models are loaded
-        if asked.host not in LOOPBACK:
-            remark(f"--host {asked.host} lets other machines ask, without a password")
+        if asked.host not in LOOPBACK and api_key is None:
+            remark(f"--host {asked.host} lets other machines ask; --api-key KEY has them give one")
+        if "*" in asked.cors_origin and api_key is None:
+            remark("--cors-origin '*' lets any page ask that is open in a browser; give --api-key")
         worker = Worker(most_waiting=asked.queue)
         for name, path in zip(names, asked.models, strict=True):
             loaded = worker.call(partial(load_for_verb, path, device))
@@ -75,4 +84,11 @@ def run(arguments: list[str]) -> int:
             print(f"{name}: {served.described()}", flush=True)
             remark(*served.remarks())
             worker.add(served)
-        return serve(worker, bound, limits, grace_seconds=asked.grace_seconds)
+        return serve(
+            worker,
+            bound,
+            limits,
+            api_key=api_key,
+            origins=asked.cors_origin,
+            grace_seconds=asked.grace_seconds,
+        )

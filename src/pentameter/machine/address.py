@@ -1,5 +1,5 @@
 """Addresses of this machine: the one at which other nodes reach it, and those of its servers, which
-`--host` and `--port` choose."""
+`--host` and `--port` choose; who may ask there, by `--api-key` and `--cors-origin`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ PAGE_POLICY = (
 )
 """Content-Security-Policy for a page that is a single file: it may connect to its own server
 only."""
+API_KEY = "PENTAMETER_API_KEY"
+"""Environment variable that stands for `--api-key`."""
 NEXT_PORTS = 20
 """Number of ports above one that is in use that are tried, to suggest a free one."""
 
@@ -116,3 +118,31 @@ def host_name(header: str) -> str:
         return (urlsplit(f"//{header}").hostname or "").lower()
     except ValueError:  # half an IPv6 address
         return ""
+
+
+def api_key_of(given: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the key that requests must carry: the one `given`, else PENTAMETER_API_KEY; None
+    without either. Raises ConfigError for one that no header can carry, without repeating it."""
+    key = environ.get(API_KEY) or None if given is None else given
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        source = f"the key in {API_KEY}" if given is None else "--api-key"
+        raise ConfigError(
+            f"{source} is empty, or has a character that a header cannot carry; give ASCII "
+            "letters, digits and signs, such as `openssl rand -hex 16` makes"
+        )
+    return key
+
+
+def check_origin(origin: str) -> None:
+    """Raise ConfigError unless this is an origin as a browser sends it, or `*`."""
+    try:
+        parts = urlsplit(origin)
+        rule = f"{parts.scheme}://{parts.netloc}".lower()
+    except ValueError:  # half an IPv6 address
+        rule = ""
+    if origin != "*" and (origin != rule or not parts.scheme or not parts.netloc):
+        near = f"; did you mean {rule}?" if rule and parts.scheme and parts.netloc else ""
+        raise ConfigError(
+            f"--cors-origin {origin} is no origin: scheme, name and port in small letters, without "
+            f"a path, such as https://chat.example or http://localhost:3000; or *{near}"
+        )

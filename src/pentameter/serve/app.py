@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from pentameter.errors import did_you_mean, printable
@@ -26,7 +27,7 @@ from pentameter.serve.endpoints.chat import ChatRequest
 from pentameter.serve.endpoints.completions import CompletionRequest
 from pentameter.serve.endpoints.parsing import RequestError, body_of, parsed
 from pentameter.serve.endpoints.requests import Limits, TextsRequest
-from pentameter.serve.guard import Guard, refused
+from pentameter.serve.guard import Access, Guard, refused
 from pentameter.serve.worker import Job, ServedModel, ServerBusyError, TakesTooLongError, Worker
 
 ENDPOINTS: dict[str, type[TextsRequest]] = {
@@ -39,12 +40,12 @@ _PAGE = Path(__file__).with_name("templates") / "page.html"
 _PAGE_HEADERS = {"Content-Security-Policy": PAGE_POLICY, "Referrer-Policy": "no-referrer"}
 
 
-def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) -> FastAPI:
+def create_app(worker: Worker, limits: Limits, access: Access) -> FastAPI:
     """Return the FastAPI application that serves a worker's models; when it stops, it closes the
     worker.
 
     limits: the most that one request may ask for.
-    hosts: names (without port) that the Host header may have, None for any.
+    access: who may ask.
     """
 
     @asynccontextmanager
@@ -57,7 +58,15 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
 
     # FastAPI's pages of documentation load scripts from elsewhere.
     app = FastAPI(title="pentameter", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, hosts=hosts, body_bytes=limits.body_bytes)
+    app.add_middleware(Guard, access=access, body_bytes=limits.body_bytes)
+    if access.origins:  # outside the guard, as browsers ask first, and without the key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(access.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[CLAMPED, "Retry-After"],
+        )
     app.add_exception_handler(RequestError, refused)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)

@@ -6,7 +6,7 @@ import asyncio
 import math
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -17,15 +17,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pentameter.machine.address import LOOPBACK, url_of
 from pentameter.serve.app import create_app
 from pentameter.serve.endpoints.requests import Limits
-from pentameter.serve.guard import ARRIVAL_SECONDS
+from pentameter.serve.guard import ARRIVAL_SECONDS, Access
 from pentameter.serve.worker import Worker
 
 
-def serve(worker: Worker, bound: socket.socket, limits: Limits, *, grace_seconds: float) -> int:
+def serve(
+    worker: Worker,
+    bound: socket.socket,
+    limits: Limits,
+    *,
+    api_key: str | None,
+    origins: Collection[str],
+    grace_seconds: float,
+) -> int:
     """Serve a worker's models at a bound socket until SIGINT or SIGTERM; running requests then have
-    `grace_seconds` to end. Return the exit code: 0, or 1 if a second SIGINT cut requests off."""
+    `grace_seconds` to end. Return the exit code: 0, or 1 if a second SIGINT cut requests off.
+
+    api_key: what requests must carry, None for nothing. origins: see Access.
+    """
     is_local = bound.getsockname()[0] in LOOPBACK
-    app = create_app(worker, limits, LOOPBACK if is_local else None)
+    app = create_app(worker, limits, Access(LOOPBACK if is_local else None, api_key, origins))
     bound.listen()  # whoever reads the line may connect
     url = url_of(bound)
     print(f"serving {', '.join(worker.models)} on {url}v1\na page to write with: {url}", flush=True)
