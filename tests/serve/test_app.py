@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,6 +30,7 @@ from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.machine.address import LOOPBACK
+from pentameter.model.gpt import GPT
 from pentameter.serve.app import create_app
 from pentameter.serve.continuation import Continuation, TextRequest
 from pentameter.serve.endpoints.chat import ChatRequest
@@ -143,6 +145,72 @@ def test_logprobs_are_the_models_own(client: TestClient) -> None:
     assert bare["logprobs"] == found | {"top_logprobs": [{}] * 6}
 
 
+def own_logprobs(ids: list[int], model: GPT) -> list[float]:
+    """The model's log-probability of each id after the first, in one pass."""
+    with torch.no_grad():
+        logits = model.logits(model.hidden_states(torch.tensor([ids])))[0, :-1, :V].double()
+    chances = logits.log_softmax(-1)
+    return [float(chances[place, token]) for place, token in enumerate(ids[1:])]
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 5, 64, 66, 80])
+def test_an_echo_shows_the_prompt_with_the_models_probabilities(
+    client: TestClient, n_tokens: int
+) -> None:
+    prompt = ("abc def gha\nbcd" * 6)[:n_tokens]
+    ids = TOKENIZER.encode(prompt).tolist()
+    asked = {"prompt": ids, "logprobs": 1, "max_tokens": 3, "seed": 2}
+    (plain,) = complete(client, **asked)["choices"]
+    answer = complete(client, **asked, echo=True)
+    (choice,) = answer["choices"]
+    assert choice["text"] == prompt + plain["text"]
+    assert answer["usage"]["completion_tokens"] == 3
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["text_offset"] == list(range(n_tokens + 3))
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    expected = own_logprobs(ids, make_model())
+    assert found["token_logprobs"][1:n_tokens] == pytest.approx(expected, abs=1e-4)
+    for key in ("tokens", "token_logprobs", "top_logprobs"):  # to the last bit
+        assert found[key][n_tokens:] == plain["logprobs"][key]
+    for token, own, best in zip(
+        found["tokens"][1:], found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True
+    ):
+        ((likeliest, most),) = best.items()
+        assert own <= most
+        assert (own == most) == (token == likeliest)
+    # The same in a stream, without a continuation, from the text, without probabilities.
+    streamed = client.post(
+        "/v1/completions", json={"model": "plain", **asked, "echo": True, "stream": True}
+    )
+    parts = [each["choices"][0] for each in events(streamed.text)]
+    assert "".join(part["text"] for part in parts) == choice["text"]
+    for key, values in found.items():
+        assert [v for part in parts for v in part["logprobs"][key]] == values
+    (alone,) = complete(client, **asked | {"max_tokens": 0, "prompt": prompt}, echo=True)["choices"]
+    assert (alone["text"], alone["finish_reason"]) == (prompt, "length")
+    assert alone["logprobs"] == {key: values[:n_tokens] for key, values in found.items()}
+    bare = asked | {"logprobs": None}
+    assert complete(client, **bare, echo=True)["choices"][0]["text"] == choice["text"]
+    assert complete(client, **bare, echo=True)["choices"][0]["logprobs"] is None
+
+
+def test_an_echo_is_the_prompt_that_was_given_and_is_told_once(client: TestClient) -> None:
+    begins = CharTokenizer("\n abcdefgh")
+    begins.prefix = [3]
+    with client_of(served("begins", begins)) as other:
+        asked = {"prompt": ["ab", ""], "echo": True, "logprobs": 0, "max_tokens": 0}
+        first, empty = other.post("/v1/completions", json=asked).json()["choices"]
+        assert first["text"] == "ab"
+        assert first["logprobs"]["tokens"] == ["", "a", "b"]
+        assert first["logprobs"]["token_logprobs"][0] is None
+        assert (empty["text"], empty["logprobs"]["tokens"]) == ("", [""])
+    # A text that outgrows the context is read anew, not shown anew; a prompt has no stops.
+    long = {"prompt": "ab", "max_tokens": 200, "n": 2, "stop": "ab", "ignore_eos": True}
+    plain, shown = (complete(client, **long, echo=echo)["choices"] for echo in (False, True))
+    assert [each["text"] for each in shown] == ["ab" + each["text"] for each in plain]
+
+
 def test_a_stop_string_ends_the_text_and_is_never_shown(client: TestClient) -> None:
     whole = complete(client, max_tokens=60)["choices"][0]["text"]
     stop = whole[20:23]
@@ -250,7 +318,8 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
         ("completions", {"temprature": 1}, 400, "did you mean temperature", "temprature"),
         ("completions", {"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
         ("completions", {"temperature": "hot"}, 400, "valid number", "temperature"),
-        ("completions", {"max_tokens": 0}, 400, "greater than or equal to 1", "max_tokens"),
+        ("completions", {"max_tokens": 0}, 400, "with echo: true it shows", "max_tokens"),
+        ("completions", {"max_tokens": -1}, 400, "greater than or equal to 0", "max_tokens"),
         ("completions", {"max_tokens": "9"}, 400, "valid integer", "max_tokens"),
         ("completions", {"n": 5}, 400, "1 × 5 texts", "n"),
         ("completions", {"prompt": []}, 400, "0 × 1 texts", "prompt"),
@@ -263,7 +332,6 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
         ("completions", {"logprobs": 21}, 400, "less than or equal to 20", "logprobs"),
         ("completions", {"stop": ["a"] * 17}, 400, "at most 16", "stop"),
         ("completions", {"stop": ""}, 400, "1 to 256", "stop"),
-        ("completions", {"echo": True}, 400, "not supported", "echo"),
         ("completions", {"presence_penalty": 0.5}, 400, "penalty=0.5 is not", "presence_penalty"),
         ("completions", {"repetition_penalty": 1.1}, 400, "not supported", "repetition_penalty"),
         ("completions", {"guided_regex": "a+"}, 400, 'guided_regex="a+"', "guided_regex"),

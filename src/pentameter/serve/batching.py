@@ -16,7 +16,8 @@ import numpy as np
 from pentameter.errors import CorruptError
 from pentameter.generation.loop import window_tokens
 from pentameter.generation.sampling import Floats, choose
-from pentameter.serve.continuation import Continuation, Piece, check_finite
+from pentameter.serve.chances import check_finite
+from pentameter.serve.continuation import Continuation, Piece
 from pentameter.serve.passes import PIECE_TOKENS, Slots, n_read_in_pieces, passed_tokens
 
 
@@ -84,7 +85,12 @@ class Batcher:
             while each.n_to_read and budget > 0:
                 n = min(PIECE_TOKENS, each.n_to_read)
                 tokens = each.window[each.n_cached : each.n_cached + n]
-                last = self._slots.read(each.slot, tokens, each.n_cached)
+                echo = each.continuation.echo
+                if echo is not None and echo.needs_logits:
+                    last, of_tokens = self._slots.read_with_all(each.slot, tokens, each.n_cached)
+                    echo.read(of_tokens)
+                else:
+                    last = self._slots.read(each.slot, tokens, each.n_cached)
                 self._count(each, n)
                 budget -= passed_tokens(n)
                 if each.n_cached == len(each.window):
@@ -99,6 +105,9 @@ class Batcher:
             found = self._slots.write(rows)
             for each in ready:
                 self._count(each, 1)
+                echo = each.continuation.echo
+                if echo is not None and echo.needs_logits:
+                    echo.read(found[each.slot][None])
                 if each.n_cached == len(each.window):
                     logits[each.continuation] = found[each.slot]
         return self._draw(logits)
@@ -132,6 +141,10 @@ class Batcher:
                 self._release(continuation)
                 failed = Piece(n_tokens=len(continuation.tokens), error=error)
                 pieces.append((continuation, failed))
+                continue
+            if not continuation.asked.max_tokens:
+                self._release(continuation)
+                pieces.append((continuation, continuation.finish()))
             else:
                 groups.setdefault(continuation.asked.sampling, []).append(continuation)
         for group in groups.values():

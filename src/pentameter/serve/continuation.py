@@ -12,30 +12,12 @@ from functools import lru_cache
 import numpy as np
 
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.errors import CorruptError
 from pentameter.generation.detokenizer import Decodes, Detokenizer
 from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_numbers
+from pentameter.serve.chances import Chance, Echo, TokenChance, chance_of
 
-LEAST_LOGPROB = -9999.0
-"""Log-probability sent in place of minus infinity, which JSON lacks; OpenAI's number."""
 _DRAWS_AT_ONCE = 256
 _FEW = 16  # tokens whose text is remembered; more are a row of bytes, which hardly comes again
-
-
-@dataclass(frozen=True)
-class TokenChance:
-    """A sampled token with its log-probability, and those of the likeliest tokens at its
-    position."""
-
-    text: str
-    """The text that this token adds; the tokens' texts joined are the whole text. A character made
-    by several tokens belongs to the last of them; the others have an empty text."""
-    logprob: float
-    """Natural logarithm of the model's probability, before temperature, top-k and top-p."""
-    rivals: Sequence[tuple[str, float]]
-    """(text, log-probability) of the likeliest tokens, the likeliest first."""
-    offset: int
-    """Number of characters in the text before this token."""
 
 
 @dataclass
@@ -67,7 +49,8 @@ class Piece:
 @dataclass(frozen=True)
 class TextRequest:
     """One requested text: everything that determines it besides the model. `max_tokens` is its
-    greatest length. Equal `seed` and `sample` draw equal tokens."""
+    greatest length; with 0, only the prompt is shown. Equal `seed` and `sample` draw equal
+    tokens."""
 
     prompt: Tokens
     """Token ids (n,), at least one."""
@@ -80,6 +63,9 @@ class TextRequest:
     """Ids of tokens that end the text and are not part of it."""
     stop: Sequence[str] = ()
     """Strings that end the text; it is cut before them."""
+    echo_from: int | None = None
+    """Number of the first token of the prompt that is shown before the text, with its probability;
+    None to show none. Those before it have probabilities, but no text."""
     n_rivals: int | None = None
     """Number of likeliest tokens to report with each token; None to report no probabilities
     at all."""
@@ -110,13 +96,17 @@ class Continuation:
         self.asked = asked
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
+        self._n_before = 0  # characters of the prompt that are shown before this text
         self._uniforms = np.empty(0)  # for the next tokens, some at a time
+        self.echo = None
+        if asked.echo_from is not None:
+            self.echo = Echo(asked.prompt, asked.echo_from, asked.n_rivals, tokenizer)
         before = asked.prompt.tolist() if asked.follows_text else ()
         self._detokenizer = Detokenizer(tokenizer, before, asked.ends)
         self._text = ""
         self._n_shown = 0
         self._n_reached = 0  # characters that tokens make so far, those held back among them
-        self._chances: list[_Chance] = []  # not shown yet
+        self._chances: list[Chance] = []  # not shown yet
 
     @property
     def uniform(self) -> float:
@@ -132,8 +122,11 @@ class Continuation:
     def push(self, token: int, logits: Floats) -> Piece:
         """Append a token, sampled from logits (V,), and return the text that can be sent now. Sets
         `finish_reason` if the text ends."""
+        opening = self._opening() if self.echo else Piece()
         n_before, n_reached, asked = len(self._text), self._n_reached, self.asked
-        chance = None if asked.n_rivals is None else self._chance(token, logits, asked.n_rivals)
+        chance = None
+        if asked.n_rivals is not None:
+            chance = chance_of(token, logits, asked.n_rivals, self._detokenizer.with_next)
         self.tokens.append(token)
         self._text += self._detokenizer.push(token)
         is_last = len(self.tokens) == asked.max_tokens
@@ -154,7 +147,19 @@ class Continuation:
         if chance is not None and not self._detokenizer.is_ended:
             chance.span = (n_reached, self._n_reached)
             self._chances.append(chance)
-        return self._shown()
+        return opening.joined(self._shown())
+
+    def finish(self) -> Piece:
+        """End a text that has no tokens; return its Piece, in which the prompt may be shown."""
+        self.finish_reason = "length"
+        return (self._opening() if self.echo else Piece()).joined(self._shown())
+
+    def _opening(self) -> Piece:
+        """Return the Piece that shows the prompt; it is told once."""
+        assert self.echo is not None
+        text, chances = self.echo.shown()
+        self.echo, self._n_before = None, len(text)
+        return Piece(text, chances)
 
     def _shown(self) -> Piece:
         """Return, as a Piece, the text and the tokens that were not returned before. The last
@@ -163,7 +168,9 @@ class Continuation:
         n_held = 0 if self.finish_reason else self._n_in_stop()
         end = len(self._text) - n_held
         text, self._n_shown = self._text[self._n_shown : end], max(self._n_shown, end)
-        ready = [each.shown(self._text) for each in self._chances if each.span[1] <= end]
+        ready = [
+            each.shown(self._text, self._n_before) for each in self._chances if each.span[1] <= end
+        ]
         self._chances = self._chances[len(ready) :]
         return Piece(text, ready, len(self.tokens), self.finish_reason)
 
@@ -177,47 +184,4 @@ class Continuation:
                 if self._text.endswith(stop[:n])
             ),
             default=0,
-        )
-
-    def _chance(self, token: int, logits: Floats, n_rivals: int) -> _Chance:
-        """Return the probability of `token`, which was drawn as the next one, and of the `n_rivals`
-        likeliest tokens, computed from logits (V,). The token's text is not filled in yet."""
-        peak = logits.max()
-        logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
-        logprobs = np.maximum(logprobs, LEAST_LOGPROB)
-        # Equally likely tokens are in order of their ids, as in the greedy choice.
-        order = np.lexsort((np.arange(len(logits)), -logprobs))[:n_rivals] if n_rivals else ()
-        rivals = [
-            (None if i == token else self._detokenizer.with_next(int(i)), float(logprobs[i]))
-            for i in order
-        ]
-        return _Chance(float(logprobs[token]), rivals)
-
-
-@dataclass
-class _Chance:
-    """A TokenChance (a token with its probability) whose token's text is not known yet, as a
-    character may take several tokens."""
-
-    logprob: float
-    rivals: Sequence[tuple[str | None, float]]
-    """(text, log-probability) as in TokenChance, with None as the text of the sampled token
-    itself."""
-    span: tuple[int, int] = (0, 0)
-    """The token's text as characters [start, end) of the whole text."""
-
-    def shown(self, text: str) -> TokenChance:
-        """Return the finished TokenChance with the token's own text, which is known now: what
-        `text`, the whole text so far, has beyond the text before the token."""
-        own = text[slice(*self.span)]
-        rivals = [(own if rival is None else rival, chance) for rival, chance in self.rivals]
-        return TokenChance(own, self.logprob, rivals, self.span[0])
-
-
-def check_finite(logits: Floats) -> None:
-    """Raise CorruptError unless the largest logit (V,) is finite."""
-    if not np.isfinite(logits.max()):
-        raise CorruptError(
-            "the model's logits are not finite, so nothing can be sampled: its weights hold NaN or "
-            "infinity; serve an earlier checkpoint"
         )

@@ -235,6 +235,19 @@ class Slots:
         """Process `tokens`, at most PIECE_TOKENS, at the positions `start`, `start` + 1, … of the
         window of the text in `slot`; earlier positions must be cached. Return the logits (V,) after
         the last token, float64."""
+        n = len(tokens)
+        return self._read(slot, tokens, start, slice(n - 1, n))[0][0]
+
+    @torch.inference_mode()
+    def read_with_all(self, slot: int, tokens: Sequence[int], start: int) -> tuple[Floats, Floats]:
+        """Do as `read`, and return beside its result, which has the same bits, the logits (n, V)
+        after each of the n tokens."""
+        n = len(tokens)
+        last, rows = self._read(slot, tokens, start, slice(n - 1, n), slice(n))
+        return last[0], rows
+
+    def _read(self, slot: int, tokens: Sequence[int], start: int, *asked: slice) -> list[Floats]:
+        """Process tokens as `read` does, and return logits (n, V) for each slice of them."""
         T, n_real = passed_tokens(len(tokens)), len(tokens)
         padded = torch.zeros((1, T), dtype=torch.int64)
         padded[0, :n_real] = torch.tensor(tokens)
@@ -242,8 +255,8 @@ class Slots:
         n_seen = _rounded_up(start + T, _KEY_UNIT)
         under_way = _Pass(self._memory, slice(slot, slot + 1), numbers, n_seen, first=start)
         positions = numbers.clamp(max=self.context_length - 1)
-        asked = slice(n_real - 1, n_real)
-        return on_host(self._pass(padded.to(self._device), positions, under_way, asked))[0]
+        found = self._pass(padded.to(self._device), positions, under_way, *asked)
+        return [on_host(each) for each in found]
 
     @torch.inference_mode()
     def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
@@ -274,21 +287,26 @@ class Slots:
         `inputs` (3, n_rows) are tokens, their positions, and where each is stored."""
         tokens, positions, write_at = inputs
         under_way = _Pass(self._memory, slots, positions, n_seen, write_at=write_at)
-        return self._pass(tokens[None], positions, under_way, slice(None))
+        (logits,) = self._pass(tokens[None], positions, under_way, slice(None))
+        return logits
 
-    def _pass(self, tokens: Tensor, positions: Tensor, under_way: _Pass, asked: slice) -> Tensor:
-        """Return logits (n, V) on the device for the tokens in the slice `asked` of `tokens`
-        (1, T). `positions` (T,) are their positions in the model; `under_way` is their pass."""
+    def _pass(
+        self, tokens: Tensor, positions: Tensor, under_way: _Pass, *asked: slice
+    ) -> list[Tensor]:
+        """Return logits (n, V) on the device for each slice of `tokens` (1, T) that is `asked`,
+        computed by itself, as its size decides the rounding. `positions` (T,) are their positions
+        in the model; `under_way` is their pass."""
         model, self._attention.under_way = self._model, under_way
         with self._kernels():
             x = model.embed(tokens, positions)
             rotary = rotations(positions, model.config, x.dtype)
             for block in model.blocks.values():
                 x = block(x, Positions(positions, positions, rotary), None, under_way)
-            x = x[:, asked]
-            if model.has_final_norm:
-                x = model.final_norm(x)
-            return model.logits(x)[0, :, : self._vocab_size]
+            found = []
+            for rows in (x[:, each] for each in asked):
+                normed = model.final_norm(rows) if model.has_final_norm else rows
+                found.append(model.logits(normed)[0, :, : self._vocab_size])
+            return found
 
     # -- which shapes give the same bits ---------------------------------------------------------
 

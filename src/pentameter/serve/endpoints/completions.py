@@ -21,11 +21,14 @@ COMPLETION_TOKENS = 16
 
 
 class CompletionRequest(TextsRequest):
-    """JSON body for /v1/completions: one or more prompts, each a text or token ids; `logprobs` is
-    the number of likeliest tokens to report, None for no probabilities."""
+    """JSON body for /v1/completions: one or more prompts, each a text or token ids, shown before
+    the text with `echo`; `logprobs` is the number of likeliest tokens to report, None for no
+    probabilities."""
 
     prompt_field = "prompt"
     prompt: str | list[str] | list[int] | list[list[int]] = ""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
 
     def texts(self, served: ServedModel, limits: Limits) -> list[TextRequest]:
@@ -44,18 +47,27 @@ class CompletionRequest(TextsRequest):
                 f"1 to {limits.texts}",
                 param="n" if self.n_each > 1 else "prompt",
             )
+        n_tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        if n_tokens == 0 and not self.echo:
+            raise RequestError(
+                "max_tokens=0 writes nothing; with echo: true it shows the prompt",
+                param="max_tokens",
+            )
         ends = frozenset[int]()
         if tokenizer.end_of_text is not None and not self.ignore_eos:
             ends = frozenset({tokenizer.end_of_text})
         found = []
         for prompt in prompts:
+            ids = _encoded(prompt, served)
+            n_given = len(tokenizer.prefix) if isinstance(prompt, str) else 0
             found += self.asked_texts(
-                _encoded(prompt, served),
-                self.max_tokens or COMPLETION_TOKENS,
+                ids,
+                n_tokens,
                 served,
                 limits,
                 ends=ends,
                 n_rivals=self.logprobs,
+                echo_from=(n_given if len(prompt) else len(ids)) if self.echo else None,
                 follows_text=bool(len(prompt)),
             )
         return found
@@ -82,9 +94,11 @@ class CompletionAnswer(Answer):
         """Return the tokens, their probabilities and rivals as lists; see Answer."""
         return {
             "tokens": [each.text for each in piece.chances],
-            "token_logprobs": [each.logprob for each in piece.chances],
+            "token_logprobs": [None if t.is_first else t.logprob for t in piece.chances],
             # If several tokens have one text, the likeliest counts.
-            "top_logprobs": [dict(reversed(each.rivals)) for each in piece.chances],
+            "top_logprobs": [
+                None if t.is_first else dict(reversed(t.rivals)) for t in piece.chances
+            ],
             "text_offset": [each.offset for each in piece.chances],
         }
 
