@@ -18,7 +18,8 @@ def test_every_page_is_in_the_navigation_once():
 
 def test_every_page_names_its_reader_first():
     for page in (ROOT / "docs").glob("**/*.md"):
-        if page.parent.name in ("project", "zh"):  # pages of other folders; in Chinese
+        folders = page.relative_to(ROOT / "docs").parts
+        if folders[0] in ("project", "zh"):  # pages of other folders; in Chinese
             continue
         lines = page.read_text(encoding="utf-8").splitlines()[1:]
         first = next(line for line in lines if line and not line.startswith("<!--"))
