@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportArguments:
-    """Write a model into a new folder, which appears whole or not at all, and push it to the
-    Hugging Face Hub if asked."""
+    """Write a model into a new folder or file, which appears whole or not at all, and push it to
+    the Hugging Face Hub if asked."""
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder (its best checkpoint, else its last), a checkpoint folder, a Hugging Face
     folder, or hf://OWNER/NAME."""
-    to: Literal["hf", "safetensors", "peft"]
-    """`hf`: a folder that `transformers` opens, with the same logits. `safetensors`: this
-    library's names, with config.toml and tokenizer.json; any model, and itself a MODEL. What
-    adapters add is in the weights of both. `peft`: the adapters alone, as
-    adapter_model.safetensors and adapter_config.json. `hf` and `peft` have a model card."""
+    to: Literal["hf", "gguf", "safetensors", "peft"]
+    """`hf`: a folder that `transformers` opens, with the same logits. `gguf`: a file for llama.cpp,
+    Ollama and others, with tokenizer and chat template. `safetensors`: this library's names, with
+    config.toml and tokenizer.json; any model, and itself a MODEL. What adapters add is in the
+    weights of all three. `peft`: the adapters alone, as adapter_model.safetensors and
+    adapter_config.json. All but `safetensors` have a model card."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """The folder to make."""
+    """The folder to make; with --to gguf also a file: NAME.gguf, without a card."""
+    dtype: Literal["F32", "F16", "BF16", "Q8_0"] | None = None
+    """With --to gguf: the numbers of matrices, F32 if absent. Q8_0 has a byte for each."""
     license: Annotated[str | None, tyro.conf.arg(metavar="ID")] = None
     """The model's license for its card, as the Hub knows it: apache-2.0, mit, cc-by-4.0, other, …
     Without one, the card says that none is granted."""
@@ -61,14 +64,16 @@ def run(arguments: list[str]) -> int:
         stored = replace(stored, base_model=asked.base_model)
     _check_base(asked, stored)
     warnings += _write(asked, stored)
-    if asked.to != "safetensors" and asked.license is None:
+    is_folder = asked.out.is_dir()
+    if is_folder and asked.to != "safetensors" and asked.license is None:
         warnings.append(
             "the model card grants no license, so nobody else may use the model: add --license ID "
             f"(apache-2.0, mit, cc-by-4.0, …), or `license: ID` at the head of "
             f"{asked.out / 'README.md'}"
         )
     remark(*warnings)
-    n_bytes = sum(file.stat().st_size for file in asked.out.iterdir())
+    files = asked.out.iterdir() if is_folder else [asked.out]
+    n_bytes = sum(file.stat().st_size for file in files)
     print(f"{asked.out}: step {stored.step}, {n_bytes:,} bytes")
     if asked.push is not None:
         print(_push(asked.out, asked.push, private=asked.private))
@@ -78,16 +83,30 @@ def run(arguments: list[str]) -> int:
 def _check(asked: ExportArguments) -> None:
     """Raise ConfigError if options exclude each other, lack another that they need, or are
     malformed."""
-    if asked.to == "safetensors":
-        options = {
-            "--push": asked.push,
-            "--license": asked.license,
-            "--base-model": asked.base_model,
-        }
-        if given := [name for name, value in options.items() if value is not None]:
-            raise ConfigError(
-                f"{given[0]} goes with --to hf and --to peft, which have a model card"
-            )
+    from pentameter.checkpoint.exports import EXPORTS
+
+    found = EXPORTS[asked.to]
+    of_card = {
+        "--push": asked.push,
+        "--license": asked.license,
+        "--base-model": asked.base_model,
+    }
+    given = [name for name, value in of_card.items() if value is not None]
+    if given and found.library is None:
+        having = [f"--to {name}" for name, each in EXPORTS.items() if each.library is not None]
+        raise ConfigError(
+            f"{given[0]} goes with {', '.join(having[:-1])} and {having[-1]}, which have a model "
+            "card"
+        )
+    if given and found.is_file(asked.out):
+        raise ConfigError(
+            f"{given[0]} goes with a folder, which has a model card, and --out {asked.out} is a "
+            f"file; leave its {found.suffix} out, and the folder holds the file"
+        )
+    if asked.dtype is not None and asked.dtype not in found.dtypes:
+        raise ConfigError(
+            f"--dtype {asked.dtype} goes with --to gguf; --to {asked.to} keeps the weights' dtype"
+        )
     if asked.private and asked.push is None:
         raise ConfigError("--private goes with --push OWNER/NAME")
     if asked.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", asked.license):
@@ -112,22 +131,18 @@ def _check_base(asked: ExportArguments, stored: StoredModel) -> None:
 
 def _write(asked: ExportArguments, stored: StoredModel) -> tuple[str, ...]:
     """Write the model in the requested format; return notes to print, a line each."""
-    from pentameter.checkpoint.folders.model_folder import save_model
-    from pentameter.checkpoint.hugging_face.folder import export_hf
-    from pentameter.checkpoint.hugging_face.peft import export_peft
+    from pentameter.checkpoint.exports import EXPORTS
     from pentameter.report.pages.model_card import card_files
 
-    def card(library: Literal["transformers", "peft"]) -> dict[str, bytes]:
-        return card_files(stored, library, license_id=asked.license, repository=asked.push)
-
-    match asked.to:
-        case "hf":
-            return export_hf(stored, asked.out, card("transformers")).notes
-        case "safetensors":
-            save_model(stored, asked.out)
-            return ()
-        case "peft":
-            return export_peft(stored, asked.out, card("peft")).notes
+    found = EXPORTS[asked.to]
+    dtype: str = asked.dtype or (found.dtypes[0] if found.dtypes else "")
+    beside: dict[str, bytes] = {}
+    if found.library is not None and not found.is_file(asked.out):
+        name = found.file_name and found.file_name(stored.config.name, dtype)
+        beside = card_files(
+            stored, found.library, license_id=asked.license, repository=asked.push, file=name
+        )
+    return found.write(stored, asked.out, beside, dtype)
 
 
 def _push(folder: Path, repository: str, *, private: bool) -> str:

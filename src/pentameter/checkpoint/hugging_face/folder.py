@@ -282,15 +282,7 @@ def export_hf(
     model, tokenizer = stored.config.model, stored.tokenizer
     name = choose_family(model)
     vocab_size = model.vocab_size or tokenizer.vocab_size
-    whole = model.model_copy(update={"vocab_size": vocab_size})
-    table = parameter_table(whole)
-    complete = {spec.name: (spec.shape, None) for spec in table}
-    check_weights(stored.weights, complete, stored.path)
-    written = {spec.name: stored.weights[spec.name] for spec in table if not spec.is_state}
-    family = families()[name]
-    weights = TensorMap.of(family, whole).to_theirs(written)
-    if family.packing is not None:
-        weights = family.packing.pack(weights)
+    weights = their_weights(stored, families()[name])
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     token_ids = their_token_ids(tokenizer)
     config = to_their_config(name, model, vocab_size=vocab_size, token_ids=token_ids, dtype=dtype)
@@ -317,6 +309,20 @@ def export_hf(
         "express it; encode and decode with pentameter"
     )
     return Exported(out, () if of_tokenizer else (left_out,))
+
+
+def their_weights(stored: StoredModel, family: Family) -> dict[str, LazyTensor]:
+    """Return a model's weights by the names of `family`, which must be able to express it, as lazy
+    tensors. Raises CorruptError unless the weights are all of the model's and no others."""
+    model = stored.config.model
+    vocab_size = model.vocab_size or stored.tokenizer.vocab_size
+    whole = model.model_copy(update={"vocab_size": vocab_size})
+    table = parameter_table(whole)
+    complete = {spec.name: (spec.shape, None) for spec in table}
+    check_weights(stored.weights, complete, stored.path)
+    written = {spec.name: stored.weights[spec.name] for spec in table if not spec.is_state}
+    weights = TensorMap.of(family, whole).to_theirs(written)
+    return weights if family.packing is None else family.packing.pack(weights)
 
 
 def _shards(weights: dict[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:

@@ -10,10 +10,13 @@ import io
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from pentameter import formatting
+from pentameter.checkpoint.exports import Library
 from pentameter.checkpoint.folders.model_folder import StoredModel
+from pentameter.checkpoint.gguf.architectures import choose_architecture
+from pentameter.checkpoint.gguf.vocabulary import vocabulary
 from pentameter.checkpoint.hugging_face.config_json import choose_family
 from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.tokenizer_files import tokenizer_files
@@ -21,6 +24,7 @@ from pentameter.config.fields import values_of
 from pentameter.config.schema import Config
 from pentameter.config.urls import last_part
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
+from pentameter.errors import ConfigError
 from pentameter.planning.flops import padding_elements
 from pentameter.planning.gpt import parameter_table
 from pentameter.record.events import EvalMetrics
@@ -45,16 +49,18 @@ PLACES = {"val": "validation"}
 
 def card_files(
     stored: StoredModel,
-    library: Literal["transformers", "peft"],
+    library: Library,
     *,
     license_id: str | None = None,
     repository: str | None = None,
+    file: str | None = None,
 ) -> dict[str, bytes]:
     """Render the card for a model exported for `library`. Return file name → content: README.md,
     and loss.png if the model lies in its run folder.
 
     license_id: as hubs know it ("apache-2.0"); None: the card says that none is granted.
     repository: `owner/name` on a hub, for the commands that open the model; None: they say FOLDER.
+    file: the name of the file that holds the model, if it is one.
 
     Raises ConfigError for a model that no Hugging Face architecture can express.
     """
@@ -93,9 +99,22 @@ def card_files(
         numbers=[] if record is None else list(_numbers(record, stored.step)),
         best=_best(stored),
         picture=None if picture is None else PICTURE,
+        is_chat=stored.tokenizer.chat is not None,
+        file=file,
+        for_llama_cpp=_is_for_llama_cpp(stored),
         version=package_version(),
     )
     return {CARD: text.encode()} | ({} if picture is None else {PICTURE: picture})
+
+
+def _is_for_llama_cpp(stored: StoredModel) -> bool:
+    """Return True if the model can be written as a GGUF file."""
+    try:
+        choose_architecture(stored.config.model)
+        vocabulary(stored.tokenizer)
+    except ConfigError:
+        return False
+    return True
 
 
 def _run_of(stored: StoredModel) -> RecordedRun | None:

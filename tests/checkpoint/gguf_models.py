@@ -1,0 +1,116 @@
+"""Small random models of each family that llama.cpp knows, and texts, for tests of GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentameter.checkpoint.folders.model_folder import StoredModel
+from pentameter.checkpoint.state.state_dicts import model_state
+from pentameter.config.schema import Config
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.model.gpt import build_model
+
+TEXTS = (
+    "Once upon a time, there was a house with 1,234 windows; it's what they'd said.",
+    "Über die Brücke gehen vierzig Männer, und keiner schaut zurück.",
+    "L'été, à Noël : où est-ce qu'on va ?",
+    "Жили-были старик со старухой у самого синего моря.",
+    "很久很久以前，有一个王国。",
+    "むかしむかし、あるところにおじいさんがいました。",
+    "옛날 옛적에 한 마을에 나무꾼이 살았습니다.",
+    "كان يا ما كان في قديم الزمان",
+    "एक समय की बात है, एक राजा था।",
+    "กาลครั้งหนึ่งนานมาแล้ว",
+    "def f(x):\n\treturn {'a': x**2}  # 😀\n\n\n    end   \r\n",
+)
+"""Texts in ten languages, and a program."""
+BPE = train_bpe([text * 3 for text in TEXTS], 420)
+
+GATED = {"activation": "swiglu", "width": 96}
+LLAMA: dict[str, Any] = {
+    "norm": "rmsnorm",
+    "positions": "rotary",
+    "bias": False,
+    "feed_forward": GATED,
+    "attention": {"n_heads": 4, "n_kv_heads": 2},
+}
+NEOX: dict[str, Any] = {
+    "norm": "layernorm",
+    "positions": "rotary",
+    "bias": True,
+    "rotary_fraction": 0.5,
+    "attention": {"n_heads": 4, "qkv_bias": True},
+    "feed_forward": {"activation": "gelu_tanh"},
+}
+EXPERTS = {"count": 4, "per_token": 2, "width": 32}
+
+
+def longer(**scaling: Any) -> dict[str, Any]:
+    """A Llama with a longer context than it began with."""
+    return {**LLAMA, "rope_scaling": {"factor": 4.0, **scaling}}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "bias": True,
+        "attention": {"n_heads": 4, "qkv_bias": True},
+        "feed_forward": {"activation": "gelu_tanh"},
+        "vocab_multiple": 64,
+    },
+    "llama": {**LLAMA, "tied_head": False},
+    "llama, biases": {
+        **LLAMA,
+        "bias": True,
+        "attention": {"n_heads": 4, "qkv_bias": True},
+    },
+    "llama, llama3": longer(type="llama3", original_context_length=16),
+    "llama, linear": longer(type="linear"),
+    "llama, yarn": longer(type="yarn", original_context_length=16),
+    "llama, yarn's factor": longer(type="yarn", original_context_length=16, attention_factor=1.3),
+    "mistral": {**LLAMA, "attention": {**LLAMA["attention"], "sliding_window": 64}},
+    "qwen2": {**LLAMA, "attention": {**LLAMA["attention"], "qkv_bias": True}},
+    "qwen3": {**LLAMA, "attention": {**LLAMA["attention"], "qk_norm": "head", "head_size": 32}},
+    "gpt_neox": {**NEOX, "parallel_residual": True, "tied_head": False},
+    "gpt_neox, tied": NEOX,
+    "olmo2": {
+        **LLAMA,
+        "norm_position": "output",
+        "attention": {**LLAMA["attention"], "qk_norm": "width"},
+    },
+    "mixtral": {**LLAMA, "experts": EXPERTS, "router": {"renormalize": True}},
+    "qwen3_moe": {
+        **LLAMA,
+        "attention": {**LLAMA["attention"], "qk_norm": "head"},
+        "experts": EXPERTS,
+        "router": {"renormalize": True},
+    },
+    "olmoe": {
+        **LLAMA,
+        "attention": {"n_heads": 4, "qk_norm": "width"},
+        "experts": EXPERTS,
+    },
+}
+
+
+def random_model(folder: Path, tokenizer: Tokenizer = BPE, **model: Any) -> StoredModel:
+    """A model whose parameters are all random, norms and biases too."""
+    section = {
+        "vocab_size": tokenizer.vocab_size,
+        "context_length": 64,
+        "n_layers": 2,
+        "d_model": 64,
+        "init_std": 0.25,
+        **model,
+    }
+    tree = {"name": "a-model", "model": section, "data": {"corpus": "stdlib"}}
+    config = Config.model_validate({**tree, "train": {"batch_size": 2}})
+    generator = torch.Generator().manual_seed(3)
+    weights = {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) * (tensor.ndim == 1)
+        for name, tensor in model_state(build_model(config.model, seed=5)).items()
+    }
+    return StoredModel(folder, config, tokenizer, weights, (), None)
