@@ -1,4 +1,4 @@
-"""`pentameter import`: Hugging Face weights, from a folder or the Hub, into a MODEL."""
+"""`pentameter import`: weights of Hugging Face, or of another training program, into a MODEL."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MADE_FROM_TEXT = ("char", "word", "bpe")
 
 @dataclass(frozen=True)
 class ImportArguments:
-    """Turn a Hugging Face folder, or a model on the Hugging Face Hub, into a checkpoint folder,
-    which appears whole or not at all.
+    """Turn a Hugging Face folder, a model on the Hugging Face Hub, or a checkpoint of nanoGPT,
+    nanochat, litgpt or llm.c, into a checkpoint folder, which appears whole or not at all.
 
     `sample`, `eval`, `export` and `train --init-from` take it. Its config.toml is complete but
     for the text: pentameter train DIR/config.toml --init-from DIR --data.path FILE.
@@ -30,7 +30,8 @@ class ImportArguments:
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """A folder with config.json, model.safetensors (or its parts and index) and the tokenizer; or
-    OWNER/NAME[@REVISION] on the Hub, of which these files are fetched into its cache."""
+    OWNER/NAME[@REVISION] on the Hub, of which these files are fetched into its cache; or nanoGPT's
+    ckpt.pt, nanochat's model_NNNNNN.pt, litgpt's lit_model.pth, llm.c's .bin, or its folder."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to make."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="gpt2|FILE")] = None
@@ -47,8 +48,9 @@ def run(arguments: list[str]) -> int:
     asked = parse(ImportArguments, arguments, verb="import")
     from pentameter.checkpoint.folders.model_folder import save_model
     from pentameter.checkpoint.folders.opening import is_hugging_face
-    from pentameter.checkpoint.hugging_face.folder import read_hf
+    from pentameter.checkpoint.hugging_face.folder import has_weights, read_hf
     from pentameter.checkpoint.hugging_face.hub import fetch, hub_address
+    from pentameter.checkpoint.programs.table import FORMS, find_program
     from pentameter.config.naming import name_of
     from pentameter.data.tokenizers.render_client import check_template
     from pentameter.data.tokenizers.setting import build_tokenizer
@@ -65,12 +67,18 @@ def run(arguments: list[str]) -> int:
     warnings: list[str] = []
     address = hub_address(asked.source, scheme=False)
     source = asked.source if address is None else fetch(address, warnings)
-    if not is_hugging_face(source):
-        raise ConfigError(f"{asked.source} is not a Hugging Face folder: it has no config.json")
+    program = None if is_hugging_face(source) and has_weights(source) else find_program(source)
+    if program is None and not is_hugging_face(source):
+        raise ConfigError(
+            f"{asked.source} is not a Hugging Face folder: it has no config.json; nor is it {FORMS}"
+        )
     tokenizer = None
     if asked.tokenizer is not None:
         tokenizer = build_tokenizer(asked.tokenizer, lambda: iter(()))  # nothing is built of text
-    stored = read_hf(source, tokenizer=tokenizer, warnings=warnings)
+    if program is None:
+        stored = read_hf(source, tokenizer=tokenizer, warnings=warnings)
+    else:
+        stored = program[0].read(program[1], tokenizer).stored()
     if stored.tokenizer.chat is not None:
         check_template(stored.tokenizer.chat)
     config = stored.config

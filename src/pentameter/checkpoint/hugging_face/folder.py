@@ -92,23 +92,24 @@ def read_hf(
             f"`pentameter import {path} --out DIR --tokenizer gpt2` adds GPT-2's own, and then "
             "DIR can be used"
         )
-    config, base = _config(path, section, tokenizer), hub_name(path)
+    config, base = config_to_tune(path / CONFIG, section, tokenizer), hub_name(path)
     model, where = config.model, files[0] if len(files) == 1 else path
     layers = range(model.n_layers, model.n_layers + n_extra)
     tensors = dequantized(_their_tensors(files, family, layers, where, warnings), block, where)
     is_tied = has_tied_head(tensors, family, content, model.tied_head, where, warnings)
     model = model.model_copy(update={"tied_head": is_tied})
-    weights = _weights(tensors, family, model, where)
+    weights = weights_of(tensors, family, model, where)
     weights = grown_to(tokenizer.vocab_size, model, weights, where, warnings)
     vocab_size = max(model.vocab_size or 0, tokenizer.vocab_size)
     config = config.updated({"model.tied_head": is_tied, "model.vocab_size": vocab_size})
     return StoredModel(path, config, tokenizer, weights, files, checkpoint=None, base_model=base)
 
 
-def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config:
-    """Return the configuration for fine-tuning the model in the folder `path`: `fine_tuning.toml`
-    with `section` as `[model]` and the tokenizer's setting. Raises ConfigError if a value is
-    invalid or the tokenizer has more tokens than the model."""
+def config_to_tune(where: Path, section: Mapping[str, Any], tokenizer: Tokenizer) -> Config:
+    """Return the configuration for fine-tuning a model that another program stored:
+    `fine_tuning.toml` with `section` as `[model]` and the tokenizer's setting. `where`, the file
+    that describes the model, is for messages. Raises ConfigError if a value is invalid or the
+    tokenizer has more tokens than the model."""
     setting = tokenizer.kind if tokenizer.kind != "bpe" else f"bpe:{tokenizer.vocab_size}"
     tree: dict[str, Any] = {
         **packaged_table("checkpoint/hugging_face/fine_tuning.toml"),
@@ -120,8 +121,8 @@ def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config
         config = Config.model_validate(tree)
     except ValidationError as error:
         sentences, _ = problems(error, tree)
-        raise ConfigError(f"{path / CONFIG}: {'; '.join(sentences)}") from error
-    check_vocabulary(config.model.vocab_size, tokenizer, path / CONFIG)
+        raise ConfigError(f"{where}: {'; '.join(sentences)}") from error
+    check_vocabulary(config.model.vocab_size, tokenizer, where)
     return config.model_copy(update={"model": simplest(config.model)})
 
 
@@ -134,6 +135,11 @@ def hub_name(folder: Path) -> str:
         if found is not None:
             return f"{found['owner']}/{found['name']}"
     return str(resolved)
+
+
+def has_weights(path: Path) -> bool:
+    """Return True if a folder has weights as safetensors, whole or in parts."""
+    return (path / WEIGHTS).is_file() or (path / INDEX).is_file()
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
@@ -206,8 +212,8 @@ def _their_tensors(
     return tensors
 
 
-def _weights(
-    tensors: dict[str, LazyTensor], family: Family, model: ModelConfig, where: Path
+def weights_of(
+    tensors: Mapping[str, LazyTensor], family: Family, model: ModelConfig, where: Path
 ) -> dict[str, LazyTensor]:
     """Return the weights, pentameter's name → tensor (fp32, or fp64 if any of the family's
     `tensors` is), converted at access. `where`, their file or folder, is for messages.
@@ -225,7 +231,7 @@ def _weights(
         raise CorruptError(f"{where} lacks {few(missing)}")
     if unexpected := tensors.keys() - expected.keys():
         raise CorruptError(
-            f"{where} holds what a {family.label} language model of its {CONFIG} does not have: "
+            f"{where} holds what a {family.label} language model of its sizes does not have: "
             f"{few(unexpected)}"
         )
     for name, shape in expected.items():
@@ -233,7 +239,7 @@ def _weights(
         is_right = found.dtype == torch.uint8 if is_bytes else found.dtype.is_floating_point
         if found.shape != shape or not is_right:
             raise CorruptError(
-                f"{where}: {name} is {found.shape} of {found.dtype}, its {CONFIG} asks for "
+                f"{where}: {name} is {tuple(found.shape)} of {found.dtype}, its sizes ask for "
                 f"{shape} of {'bytes' if is_bytes else 'floating-point numbers'}"
             )
     # fp32 holds every tensor exactly, unless one is fp64.

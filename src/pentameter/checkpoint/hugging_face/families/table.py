@@ -15,6 +15,8 @@ from pentameter.checkpoint.hugging_face.weights.packed_experts import PACKED_EXP
 from pentameter.config.model.architecture import ModelConfig, architecture
 from pentameter.config.tables import packaged_table
 
+FOLDER = "checkpoint/hugging_face/families"
+
 IN_ORDER = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "olmo2", "qwen3_moe", "mixtral"),
     *("olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "phi3", "smollm3"),
@@ -36,11 +38,12 @@ def not_read() -> Mapping[str, str]:
 @cache
 def families() -> Mapping[str, Family]:
     """Return the families by their `model_type` in config.json, in the order of IN_ORDER."""
-    return {name: _family(name) for name in IN_ORDER}
+    return {name: family_in(f"{FOLDER}/{name}.toml") for name in IN_ORDER}
 
 
-def _family(name: str) -> Family:
-    table = _merged(name)
+def family_in(file: str) -> Family:
+    """Return the family that a TOML file describes, by its path in the package."""
+    table = _merged(file)
     defaults, activations = table.pop("defaults"), table.pop("activation_names")
     rotary, known_rules = table.pop("rotary"), vars(rules) | vars(expert_rules)
     own_rules = [known_rules[rule] for rule in table.pop("rules")]
@@ -58,13 +61,13 @@ def _family(name: str) -> Family:
     )
 
 
-def _merged(name: str) -> dict[str, Any]:
+def _merged(file: str) -> dict[str, Any]:
     """Return what a family's file says, on top of the file that it `extends`, by default Llama's.
     Tables are merged; an entry that is "" is left out."""
-    said = packaged_table(f"checkpoint/hugging_face/families/{name}.toml")
-    if name == "llama":
+    said = packaged_table(file)
+    if file == f"{FOLDER}/llama.toml":
         return said
-    merged = _merged(said.pop("extends", "llama"))
+    merged = _merged(f"{FOLDER}/{said.pop('extends', 'llama')}.toml")
     for key, value in said.items():
         if isinstance(value, dict):
             entries = merged.get(key, {}) | value

@@ -1,0 +1,2 @@
+"""Checkpoints of other training programs, read into a StoredModel: nanoGPT, nanochat, litgpt and
+llm.c."""
