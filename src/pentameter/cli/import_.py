@@ -47,10 +47,8 @@ def run(arguments: list[str]) -> int:
     checkpoint folder, print how to fine-tune it, and return the exit code 0."""
     asked = parse(ImportArguments, arguments, verb="import")
     from pentameter.checkpoint.folders.model_folder import save_model
-    from pentameter.checkpoint.folders.opening import is_hugging_face
-    from pentameter.checkpoint.hugging_face.folder import has_weights, read_hf
     from pentameter.checkpoint.hugging_face.hub import fetch, hub_address
-    from pentameter.checkpoint.programs.table import FORMS, find_program
+    from pentameter.checkpoint.programs.table import read_source
     from pentameter.config.naming import name_of
     from pentameter.data.tokenizers.render_client import check_template
     from pentameter.data.tokenizers.setting import build_tokenizer
@@ -67,18 +65,10 @@ def run(arguments: list[str]) -> int:
     warnings: list[str] = []
     address = hub_address(asked.source, scheme=False)
     source = asked.source if address is None else fetch(address, warnings)
-    program = None if is_hugging_face(source) and has_weights(source) else find_program(source)
-    if program is None and not is_hugging_face(source):
-        raise ConfigError(
-            f"{asked.source} is not a Hugging Face folder: it has no config.json; nor is it {FORMS}"
-        )
     tokenizer = None
     if asked.tokenizer is not None:
         tokenizer = build_tokenizer(asked.tokenizer, lambda: iter(()))  # nothing is built of text
-    if program is None:
-        stored = read_hf(source, tokenizer=tokenizer, warnings=warnings)
-    else:
-        stored = program[0].read(program[1], tokenizer).stored()
+    stored = read_source(source, tokenizer, warnings)
     if stored.tokenizer.chat is not None:
         check_template(stored.tokenizer.chat)
     config = stored.config

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentameter.checkpoint.folders.model_folder import StoredModel
+from pentameter.checkpoint.folders.opening import is_hugging_face
+from pentameter.checkpoint.hugging_face.folder import has_weights, read_hf
 from pentameter.checkpoint.programs import litgpt, llm_c, nanochat, nanogpt
 from pentameter.checkpoint.programs.program_model import ProgramModel
 from pentameter.data.tokenizers.base import Tokenizer
@@ -36,6 +39,22 @@ PROGRAMS = (
     Program("nanoGPT", nanogpt.NAME, lambda path: True, nanogpt.read),
 )
 FORMS = "nanoGPT's ckpt.pt, nanochat's model_NNNNNN.pt, litgpt's lit_model.pth, llm.c's .bin"
+
+
+def read_source(source: Path, tokenizer: Tokenizer | None, warnings: list[str]) -> StoredModel:
+    """Read the model that a path denotes: a Hugging Face folder, or the checkpoint of a program.
+    `tokenizer` replaces its own; `warnings` is as for `read_hf`. Raises ConfigError for any other
+    path, and what the readers raise."""
+    is_theirs = is_hugging_face(source)
+    found = None if is_theirs and has_weights(source) else find_program(source)
+    if found is not None:
+        program, file = found
+        return program.read(file, tokenizer).stored()
+    if not is_theirs:
+        raise ConfigError(
+            f"{source} is not a Hugging Face folder: it has no config.json; nor is it {FORMS}"
+        )
+    return read_hf(source, tokenizer=tokenizer, warnings=warnings)
 
 
 def find_program(path: Path) -> tuple[Program, Path] | None:
