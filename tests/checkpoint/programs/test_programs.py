@@ -4,6 +4,7 @@ their weights, compute the logits of these models."""
 import json
 import os
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -393,6 +394,12 @@ def test_litgpt(tmp_path, theirs, its):
 )
 def test_litgpt_that_is_not_read(tmp_path, its, sentence):
     refused(litgpt_folder(tmp_path / "out", {**LITGPT, **its}, {}), sentence)
+
+
+def test_litgpt_without_a_reader_of_yaml(tmp_path, monkeypatch):
+    folder = litgpt_folder(tmp_path / "out", LITGPT, {})
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    refused(folder, r"pip install 'pentameter\[litgpt\]'")
 
 
 def test_litgpt_without_its_files(tmp_path):

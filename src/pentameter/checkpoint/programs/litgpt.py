@@ -17,7 +17,7 @@ from pentameter.checkpoint.programs.program_model import (
 from pentameter.config.tables import packaged_table
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import read_text
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, missing_package
 
 NAME, SIZES = "lit_model.pth", "model_config.yaml"
 FAMILY, CONFIG = "checkpoint/programs/litgpt.toml", "checkpoint/programs/litgpt_config.toml"
@@ -49,10 +49,8 @@ def _sizes(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path} is missing; litgpt writes it beside {NAME}")
     try:
         import yaml
-    except ImportError:
-        raise ConfigError(
-            f"{path} is YAML, for which PyYAML is needed: pip install 'pentameter[litgpt]'"
-        ) from None
+    except ImportError as error:
+        raise missing_package(f"reading {path}", "pyyaml", "litgpt") from error
     try:
         found = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:

@@ -30,6 +30,8 @@ EXTRAS = {
     "serve": "uvicorn",
     "lm-eval": "lm_eval",
     "parquet": "pyarrow",
+    "gguf": "gguf",
+    "litgpt": "yaml",
     "remote": "fsspec",
     "hub": "huggingface_hub",
     "zstd": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
