@@ -36,6 +36,20 @@ def test_files_become_shards_that_training_opens(tmp_path, text_file, capsys):
     ]
 
 
+def test_conversations_are_told_by_their_form_and_bad_rows_counted(tmp_path, capsys):
+    records = [{"instruction": f"q{n}", "output": f"a{n}"} for n in range(9)]
+    records[4]["output"] = ""
+    path = tmp_path / "alpaca.json"
+    path.write_text(json.dumps(records))
+    arguments = [str(path), "--chat-template", "chatml", "--out", str(tmp_path / "out")]
+    with pytest.raises(CorruptError, match=r"record 5 .*'output' is empty"):
+        run(arguments)
+    assert run([*arguments, "--bad-rows", "skip"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("alpaca.json · 8 conversations, Alpaca's form\n")
+    assert "warning: 1 of 9 row is left out" in said.err
+
+
 def test_several_files_and_another_tokenizer(tmp_path, text_file):
     first = tmp_path / "first"
     run([str(text_file), "--out", str(first)])

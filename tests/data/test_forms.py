@@ -179,6 +179,48 @@ def test_records_of_no_form_are_refused_with_those_that_are_read(tmp_path):
     assert "alpaca                instruction, [input], output, [history]" in message
 
 
+@pytest.mark.parametrize("key", ["label", "kto_tag"])
+def test_judged_answers_are_learned_and_this_is_said(tmp_path, key):
+    corpus = opened(tmp_path, {"messages": LISTED, key: False})
+    assert isinstance(corpus, Conversations)
+    (warning,) = corpus.warnings
+    assert f"has {key!r}, true or false" in warning
+    assert opened(tmp_path, {"messages": LISTED, key: "a word"}).warnings == ()
+
+
+def test_what_describes_a_data_set_is_not_read_beside_its_records(tmp_path):
+    (tmp_path / "README.md").write_text("# Questions")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    array(tmp_path / "x.json", [{"instruction": "a", "output": "b"}])
+
+    def names(path):
+        return [file.name for file in corpus_of(DataConfig(path=str(path))).files]
+
+    assert names(tmp_path) == ["x.json"]
+    (tmp_path / "x.json").unlink()
+    (tmp_path / "x.jsonl").write_text('{"instruction": "a", "output": "b"}')
+    assert names(tmp_path) == ["x.jsonl"]
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}')  # as ever
+    assert names(tmp_path) == ["README.md", "dataset_infos.json", "x.jsonl"]
+
+
+def test_held_out_arrays_are_read_beside_jsonl(tmp_path):
+    held = array(tmp_path / "val.json", [{"text": "a"}, {"text": "b"}])
+    (tmp_path / "x.jsonl").write_text('{"text": "c"}')
+    corpus = corpus_of(DataConfig(path=str(tmp_path / "x.jsonl"), validation_path=held))
+    assert ["".join(each) for each in corpus.held_out["val"].documents()] == ["a", "b"]
+    array(tmp_path / "val.json", [{"messages": LISTED}])
+    (tmp_path / "x.jsonl").write_text(json.dumps({"question": "a", "answer": "b"}))
+    corpus = corpus_of(DataConfig(path=str(tmp_path / "x.jsonl"), validation_path=held))
+    assert len([*corpus.held_out["val"].records()]) == 1
+
+
+def test_a_template_for_what_is_read_as_text_is_refused_with_the_form(tmp_path):
+    path = array(tmp_path / "x.json", [{"instruction": "a", "output": "b", "text": "a b"}])
+    with pytest.raises(ConfigError, match=r"holds text; leave it out \(.*--data\.form alpaca"):
+        open_dataset(DataConfig(path=path, chat_template="chatml"))
+
+
 def test_text_goes_before_a_form_and_this_is_said(tmp_path):
     """The data set of Alpaca has the whole text, too."""
     record = {"instruction": "a", "output": "b", "text": "a b"}

@@ -156,6 +156,7 @@ def preparation_of(
         raise ConfigError(
             f"data.chat_template={data.chat_template!r} is for conversations, and "
             f"{data.path or data.corpus} holds text; leave it out"
+            + "".join(f" ({warning})" for warning in corpus.warnings)
         )
     kind = TokenStreamPreparation if data.order == "streamed" else TextPreparation
     return kind(corpus, wanted, splitting, progress, special)

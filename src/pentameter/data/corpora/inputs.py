@@ -23,7 +23,7 @@ from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import is_remote
 from pentameter.data.corpora.conversations import Conversations
 from pentameter.data.corpora.file_kinds import table_warning
-from pentameter.data.corpora.files import UTF8, FileContents, InputFile, LocalFile
+from pentameter.data.corpora.files import UTF8, FileContents, InputFile, LocalFile, is_json
 from pentameter.data.corpora.records.forms import check_form
 from pentameter.data.corpora.records.recognizing import (
     hold_conversations,
@@ -93,16 +93,22 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
         held_out=beside or inputs.held_out,
         warnings=tuple(dict.fromkeys([*inputs.warnings, *warnings])),
     )
-    if hold_json_records(inputs.files, contents):
-        contents = replace(contents, json_has_records=True)
+    files = _without_descriptions(inputs.files, paths, contents)
+    inputs = replace(inputs, files=files)
+    groups = [files, *beside.values()]
+    arrays = [
+        hold_json_records(each, contents)
+        for each in groups
+        if any(is_json(file.name) for file in each)
+    ]
+    contents = replace(contents, json_has_records=bool(arrays) and all(arrays))
     told: list[str] = []
     if not hold_conversations(inputs.files, contents, told):
         warning = None if contents.json_has_records else table_warning(inputs.files)
         told += [warning] if warning else []
         inputs = replace(inputs, warnings=(*inputs.warnings, *told))
         return _corpus(Text, inputs, contents, data)
-    if any(hold_json_records(files, contents) for files in beside.values()):
-        contents = replace(contents, json_has_records=True)
+    inputs = replace(inputs, warnings=(*inputs.warnings, *told))
     for split, files in beside.items():
         if not hold_records(files, contents):
             raise CorruptError(
@@ -110,6 +116,21 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
                 "JSON arrays or tables are expected"
             )
     return _corpus(Conversations, inputs, contents, data)
+
+
+def _without_descriptions(
+    files: tuple[InputFile, ...], paths: Sequence[str | Path], contents: FileContents
+) -> tuple[InputFile, ...]:
+    """Return a data set's `files` without those that describe it (README.md, …) and are not among
+    the `paths` that a user named, if the others are JSON arrays or hold conversations; else all."""
+    named = {str(path) for path in paths}
+    others = tuple(each for each in files if each.name not in _ABOUT or str(each) in named)
+    if len(others) in (0, len(files)):
+        return files
+    are_records = hold_json_records(others, contents) or (
+        hold_records(others, contents) and hold_conversations(others, contents, [])
+    )
+    return others if are_records else files
 
 
 def _corpus(kind: type[Kind], inputs: Inputs, contents: FileContents, data: DataConfig) -> Kind:

@@ -91,7 +91,8 @@ def _form(name: str, row: Mapping[str, Any]) -> Form:
 def record_fields() -> Sequence[str]:
     """Return the keys that all forms have, those to read from a table's columns."""
     keys = [key for form in forms().values() for key in sorted(form.keys | form.optional)]
-    return tuple(dict.fromkeys([*keys, *_table()["beside"]["system"], *_TOOLS]))
+    beside = _table()["beside"]
+    return tuple(dict.fromkeys([*keys, *beside["system"], *beside["judged"], *_TOOLS]))
 
 
 def check_form(name: str) -> None:
@@ -148,6 +149,13 @@ def _fitting(keys: frozenset[str], chosen: str) -> Sequence[Form]:
         for form in best
         if not any(form.keys < each.keys | each.optional for each in best if each is not form)
     ]
+
+
+def judgement_in(record: Mapping[str, Any]) -> str | None:
+    """Return the key in a record that says whether its answer is good; None if there is none."""
+    return next(
+        (key for key in _table()["beside"]["judged"] if type(record.get(key)) is bool), None
+    )
 
 
 def messages_of(record: Mapping[str, Any], form: Form) -> tuple[list[Any], int]:

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pentameter.data.corpora.files import FileContents, InputFile, is_json, is_jsonl, no_form
-from pentameter.data.corpora.records.forms import AUTO, TEXT, Form, form_of, record_fields
+from pentameter.data.corpora.records.forms import (
+    AUTO,
+    TEXT,
+    Form,
+    form_of,
+    judgement_in,
+    record_fields,
+)
 from pentameter.data.corpora.records.json_array import holds_records
 from pentameter.data.corpora.records.rows import SKIP, BadRowError, has_field
 from pentameter.data.corpora.tables import is_table
@@ -60,6 +67,7 @@ def hold_conversations(
                 warnings += _also_fits(row, contents.text_field, where)
                 return False
             if form_of(_keys(row), AUTO, where) is not None:
+                warnings += _judged(row, where)
                 return True
             if any(is_table(file.name) for file in files):  # the value may be null
                 continue
@@ -88,6 +96,16 @@ def _also_fits(row: dict[str, object], text_field: str, where: str) -> list[str]
         f"{where} has the field {text_field!r} and {form.said} ({form.shown}), and the text is "
         f"read, all of which is learned; --data.form {form.name} reads the conversations, "
         "--data.form text says that the text is meant"
+    ]
+
+
+def _judged(row: dict[str, object], where: str) -> list[str]:
+    """Return a warning if a row says whether its answer is a good one; else an empty list."""
+    if (key := judgement_in(row)) is None:
+        return []
+    return [
+        f"{where} has {key!r}, true or false as in unpaired preferences: its answers are learned "
+        "whichever it says; write the good ones to a file of their own"
     ]
 
 
