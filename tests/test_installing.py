@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from pentameter.report.text.doctor import EXTRAS
+
 ROOT = Path(__file__).parents[1]
 CHECK = ROOT / ".ci" / "python_for_torch.py"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -151,6 +153,13 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 IMAGE = instructions(ROOT / "Dockerfile")
+
+
+def test_every_extra_is_in_the_page_and_in_doctor():
+    extras = PROJECT["optional-dependencies"].keys() - {"test", "dev"}
+    assert extras == EXTRAS.keys()
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert not [extra for extra in extras if f"`{extra}`" not in page]
 
 
 def test_the_image_has_extras_that_there_are():
