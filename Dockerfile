@@ -2,8 +2,8 @@
 #   docker build -t pentameter .
 #   docker run --rm -v "$PWD:/work" pentameter train quickstart
 # Limits (--cpus 1.5, --memory 4g) are seen: so many threads, and a run that fits. What answers over
-# HTTP listens inside the container on 127.0.0.1 alone, which no port reaches; there is no password,
-# so let the host's own address in and no other:
+# HTTP listens inside the container on 127.0.0.1 alone, which no port reaches. Opened by --host, let
+# the host's own address in and no other, or have `serve` ask for a key (-e PENTAMETER_API_KEY=…):
 #   docker run --rm -v "$PWD:/work" -p 127.0.0.1:8000:8000 pentameter serve runs/quickstart --host 0.0.0.0
 #   docker run --rm -v "$PWD:/work" -p 127.0.0.1:8001:8001 pentameter watch runs --host 0.0.0.0
 # For GPUs, PyTorch's index of that platform: --build-arg TORCH_INDEX=… ; and docker run --gpus all.
