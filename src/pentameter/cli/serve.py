@@ -18,7 +18,8 @@ from pentameter.machine.address import LOOPBACK, api_key_of, bind, check_origin
 @dataclass(frozen=True)
 class ServeArguments:
     """Serve models over HTTP, with OpenAI's interface: /v1/completions, /v1/chat/completions,
-    /v1/models, /health. A text follows from its request alone, whoever is served beside it."""
+    /v1/responses, /v1/models, /health. A text follows from its request alone, whoever is served
+    beside it."""
 
     models: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Run folders (their best checkpoint, else their last), checkpoint folders, or Hugging Face

@@ -27,12 +27,14 @@ from pentameter.serve.endpoints.chat import ChatRequest
 from pentameter.serve.endpoints.completions import CompletionRequest
 from pentameter.serve.endpoints.parsing import RequestError, body_of, parsed
 from pentameter.serve.endpoints.requests import Limits, TextsRequest
+from pentameter.serve.endpoints.responses import ResponsesRequest
 from pentameter.serve.guard import Access, Guard, refused
 from pentameter.serve.worker import Job, ServedModel, ServerBusyError, TakesTooLongError, Worker
 
 ENDPOINTS: dict[str, type[TextsRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
 }
 """Path → what the body of a POST there is."""
 CLAMPED = "X-Max-Tokens-Clamped"
@@ -219,15 +221,17 @@ async def _events(
                         yield _event(event)
         for event in answer.closings(n_tokens.values(), with_usage=with_usage):
             yield _event(event)
-        yield "data: [DONE]\n\n"
+        if answer.ends_with_done:
+            yield "data: [DONE]\n\n"
     except Exception as error:
-        yield _event(_described_error(error, None).to_json())
+        yield _event(answer.failed(_described_error(error, None)))
     finally:
         worker.cancel(answer.job)
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
 def _described_error(error: Exception, limits: Limits | None) -> RequestError:

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any, ClassVar
 
 from pentameter.serve.continuation import Piece
+from pentameter.serve.endpoints.parsing import RequestError
 from pentameter.serve.worker import Job
 
 
@@ -20,14 +21,48 @@ class Answer(ABC):
 
     prefix: ClassVar[str]
     """What the answer's id begins with."""
-    kind: ClassVar[str]
-    """The word in the field `object` of a whole answer."""
-    kind_of_chunk: ClassVar[str]
-    """That of a streamed event."""
+    ends_with_done: ClassVar[bool] = True
+    """Whether the last line of a stream is `[DONE]`."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._id, self._created = self.prefix + uuid.uuid4().hex, int(time.time())
+
+    @abstractmethod
+    def openings(self) -> Iterator[dict[str, Any]]:
+        """Yield the events with which a stream begins, before any text."""
+
+    @abstractmethod
+    def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the events for the text `index` and what is new of it, in `piece`."""
+
+    @abstractmethod
+    def closings(self, n_tokens: Iterable[int], *, with_usage: bool) -> Iterator[dict[str, Any]]:
+        """Yield the events with which a stream ends, with token counts if `with_usage`. n_tokens:
+        number of generated tokens for each text."""
+
+    @abstractmethod
+    def whole(self, pieces: dict[int, Piece]) -> dict[str, Any]:
+        """Return the whole answer. `pieces` maps each text's index to all of it."""
+
+    def failed(self, error: RequestError) -> dict[str, Any]:
+        """Return the event that ends a stream with an error."""
+        return error.to_json()
+
+    def counted(self, n_tokens: Iterable[int]) -> tuple[int, int]:
+        """Return the numbers of prompt tokens and of generated ones. A prompt with several answers
+        counts once. n_tokens: number of generated tokens for each text."""
+        prompts = sum(len(t.asked.prompt) for t in self.job.texts if t.asked.sample == 0)
+        return prompts, sum(n_tokens)
+
+
+class ChoicesAnswer(Answer):
+    """An answer that is a list of choices, one for each text."""
+
+    kind: ClassVar[str]
+    """The word in the field `object` of a whole answer."""
+    kind_of_chunk: ClassVar[str]
+    """That of a streamed event."""
 
     def openings(self) -> Iterator[dict[str, Any]]:
         """Yield the events with which a stream begins, before any text."""
@@ -90,10 +125,8 @@ class Answer(ABC):
         }
 
     def _usage(self, n_tokens: Iterable[int]) -> dict[str, int]:
-        """Return the token counts of prompt, completion and both. A prompt with several answers
-        counts once. n_tokens: number of generated tokens for each text."""
-        prompts = sum(len(t.asked.prompt) for t in self.job.texts if t.asked.sample == 0)
-        drawn = sum(n_tokens)
+        """Return the token counts of prompt, completion and both; see `counted`."""
+        prompts, drawn = self.counted(n_tokens)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": drawn,

@@ -13,7 +13,7 @@ from pentameter.errors import ConfigError
 from pentameter.generation.prompts import encode_messages
 from pentameter.serve.answer_forms.said import Reads, Said
 from pentameter.serve.continuation import Piece, TextRequest
-from pentameter.serve.endpoints.answers import Answer
+from pentameter.serve.endpoints.answers import Answer, ChoicesAnswer
 from pentameter.serve.endpoints.parsing import RequestError
 from pentameter.serve.endpoints.requests import MOST_RIVALS, Limits, TextsRequest
 from pentameter.serve.endpoints.tools import Effort, Tool, offered, template_variables
@@ -118,16 +118,21 @@ class Spoken:
         return {key: value for key, value in news.items() if value}
 
 
-class ChatAnswer(Answer):
+def reader_of(job: Job, *, has_tools: bool) -> Reads:
+    """Return what reads the answers of `job`, and their calls of tools if `has_tools`."""
+    prompt = job.texts[0].asked.prompt[-_PROMPT_END:]
+    form, end = job.served.answer_form, job.served.tokenizer.decode(prompt)
+    return form.reader(end, has_tools=has_tools)
+
+
+class ChatAnswer(ChoicesAnswer):
     """The answer to a ChatRequest. has_tools: whether calls of tools are told from content."""
 
     prefix, kind, kind_of_chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, job: Job, *, has_tools: bool = False) -> None:
         super().__init__(job)
-        prompt = job.texts[0].asked.prompt[-_PROMPT_END:]
-        form, end = job.served.answer_form, job.served.tokenizer.decode(prompt)
-        reader = form.reader(end, has_tools=has_tools)
+        reader = reader_of(job, has_tools=has_tools)
         self._choices = [Spoken(reader) for _ in job.texts]
 
     def openings(self) -> Iterator[dict[str, Any]]:

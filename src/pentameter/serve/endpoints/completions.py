@@ -11,7 +11,7 @@ from pentameter.errors import ConfigError
 from pentameter.generation.prompts import encode_prompt
 from pentameter.generation.sampling import Tokens
 from pentameter.serve.continuation import Piece, TextRequest
-from pentameter.serve.endpoints.answers import Answer
+from pentameter.serve.endpoints.answers import Answer, ChoicesAnswer
 from pentameter.serve.endpoints.parsing import RequestError
 from pentameter.serve.endpoints.requests import MOST_RIVALS, Limits, TextsRequest
 from pentameter.serve.worker import Job, ServedModel
@@ -77,7 +77,7 @@ class CompletionRequest(TextsRequest):
         return CompletionAnswer(job)
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """The answer to a CompletionRequest."""
 
     prefix, kind, kind_of_chunk = "cmpl-", "text_completion", "text_completion"

@@ -109,7 +109,9 @@ class TextsRequest(BaseModel, ABC):
                 raise RequestError(message, param=key[:80], code="unknown_parameter")
             elif value in absent.get(key, ()):
                 continue
-            elif key not in ignored and (value is not None or cls.model_fields[key].is_required()):
+            elif key in cls.model_fields and not (
+                value is None and not cls.model_fields[key].is_required()
+            ):
                 kept[key] = value
         return kept
 
