@@ -47,6 +47,16 @@ def dom(folder: Path, url: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
+def page_with(folder: Path, script: str) -> str:
+    """The URL of a copy in `folder` of the page, whose script begins with `script`."""
+    page = (Path(app.__file__).parent / "templates" / "page.html").read_text(encoding="utf-8")
+    begins = '"use strict";\n'
+    assert page.count(begins) == 1
+    file = folder / "page.html"
+    file.write_text(page.replace(begins, begins + script), encoding="utf-8")
+    return file.as_uri()
+
+
 WRITES_WHILE_WRITING = """
 window.fetch = async (path) => path === "/v1/models"
   ? {json: async () => ({data: [{id: "talker", has_chat_template: true}]})} : new Promise(() => {});
@@ -60,15 +70,58 @@ setTimeout(() => {
 """  # noqa: E501
 
 
+ANSWERS_WITH_AN_IMAGE = """
+const asked = [];
+const event = {choices: [{index: 0, delta: {content: "![x](http://evil.example/a.png) <img src=b>"},
+  finish_reason: "stop", logprobs: null}]};
+const body = () => new Response(`data: ${JSON.stringify(event)}\\n\\ndata: [DONE]\\n\\n`).body;
+window.fetch = async (path, options) => {
+  if (path === "/v1/models") return {json: async () => ({data: [{id: "talker", has_chat_template: true}]})};
+  asked.push(JSON.parse(options.body).messages.map((m) => `${m.role}=${m.content}`).join());
+  return {ok: true, body: body()};
+};
+setTimeout(() => {
+  $("system").value = "short"; $("prompt").value = "hi"; $("go").click();
+  setTimeout(() => { document.title = [
+    `mode: ${$("mode").value}`, `asked: ${asked}`, `images: ${document.images.length}`,
+    `said: ${panes[0].turns[0].said.length}`, `legend: ${!$("legend").hidden}`,
+  ].join(" "); }, 500);
+}, 500);
+"""  # noqa: E501
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_a_chat_model_is_chatted_with_and_an_image_in_an_answer_is_text(tmp_path):
+    shown = dom(tmp_path, page_with(tmp_path, ANSWERS_WITH_AN_IMAGE))
+    (title,) = re.findall("<title>(.*)</title>", shown)
+    assert title == "mode: chat asked: system=short,user=hi images: 0 said: 43 legend: true"
+
+
+WANTS_A_KEY = """
+window.fetch = async (path, {headers}) => headers.Authorization === "Bearer k"
+  ? {json: async () => ({data: [{id: "plain", has_chat_template: false}]})} : {status: 401};
+setTimeout(() => {
+  const said = [$("keyed").hidden, $("state").textContent];
+  $("key").value = "k"; $("key").dispatchEvent(new Event("change"));
+  setTimeout(() => { document.title = [...said, $("state").textContent, $("mode").value,
+    location.hash.includes("k=")].join(); }, 500);
+}, 500);
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_the_page_asks_for_the_key_and_keeps_it_out_of_the_link(tmp_path):
+    shown = dom(tmp_path, page_with(tmp_path, WANTS_A_KEY))
+    assert "<title>false,this server wants its API key,ready,write,false</title>" in shown
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 def test_a_message_sent_while_an_answer_is_written_stays_in_its_box(tmp_path):
-    page = (Path(app.__file__).parent / "templates" / "page.html").read_text(encoding="utf-8")
-    begins = '"use strict";\n'
-    assert page.count(begins) == 1
-    file = tmp_path / "page.html"
-    file.write_text(page.replace(begins, begins + WRITES_WHILE_WRITING), encoding="utf-8")
-    assert "<title>box: second, turns: first</title>" in dom(tmp_path, file.as_uri())
+    shown = dom(tmp_path, page_with(tmp_path, WRITES_WHILE_WRITING))
+    assert "<title>box: second, turns: first</title>" in shown
 
 
 @pytest.mark.slow
