@@ -23,6 +23,7 @@ from pentameter.data.tokenizers.chat import CHATML_TEMPLATE
 from pentameter.machine.address import LOOPBACK
 from pentameter.serve.app import create_app
 from pentameter.serve.endpoints.requests import Limits
+from pentameter.serve.guard import Access
 from pentameter.serve.worker import Worker
 
 TEMPLATE = (
@@ -77,7 +78,7 @@ def client() -> Iterator[TestClient]:
         worker.add(each.served)
     limits = Limits(max_tokens=200, texts=4, seconds=60, body_bytes=10_000)
     with TestClient(
-        create_app(worker, limits, LOOPBACK), base_url="http://127.0.0.1:8000"
+        create_app(worker, limits, Access(LOOPBACK)), base_url="http://127.0.0.1:8000"
     ) as found:
         yield found
 
