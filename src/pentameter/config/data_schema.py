@@ -51,7 +51,7 @@ class GrammarConfig(Section):
         return self
 
 
-RESERVED_SPLITS = ("train", "val", "test")
+RESERVED_SPLITS = ("train", "val", "val-sample", "test")
 
 
 class SourceConfig(Section):

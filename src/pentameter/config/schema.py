@@ -147,9 +147,14 @@ class TrainConfig(Section):
     compile: Literal["auto"] | Switch = "auto"
     """`torch.compile` the step; `auto` where a compiler is present and the run is long enough."""
     eval_interval: Positive | Literal["auto", "epoch"] | None = "auto"
-    """Steps between passes over the whole validation split. `auto` evaluates at least five times in
+    """Steps between passes over the validation split. `auto` evaluates at least five times in
     a run, after a round number of steps, 1000 at most; `epoch` is the steps of a pass over the
     training split, rounded up; "none" never evaluates."""
+    eval_tokens: Positive | Literal["auto"] | None = None
+    """Evaluate on a sample of the validation split, the same windows each time, with about this
+    many tokens that count; it is recorded as `val-sample`, and the best is chosen by it. At the end
+    the best weights are evaluated on the whole split, recorded as `val`. `auto`: as many as cost a
+    fiftieth of the training between two evaluations. The whole split each time when absent."""
     eval_train_tokens: Positive | None = None
     """Also evaluate, without dropout, on about this many tokens from the start of the training
     split; the log shows that loss beside validation's."""
@@ -346,6 +351,9 @@ class CheckpointConfig(Section):
     was computed always stays too."""
     keep_best: Switch = True
     """Also keep the one with the best validation loss."""
+    keep_before_cooldown: Switch = False
+    """Also save one at the step from which a `wsd` schedule cools down, and keep it: a longer run
+    can go on from there. It takes a checkpoint's space more. `train --time` sets it."""
     asynchronous: Literal["auto"] | Switch = "auto"
     """Overlap writing checkpoints with training, which waits for a snapshot of weights and
     optimizer in the host's memory and no longer; `auto` if that memory has room for it."""

@@ -16,6 +16,7 @@ from pentameter.data.batches.step import Batch, Int64, masked_tokens, padded_bat
 from pentameter.data.shards.dataset import Dataset, TokenSplit
 from pentameter.data.shards.format import find_header
 from pentameter.errors import ConfigError
+from pentameter.evaluate.sampled_split import SampledSplit
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.plan import Plan
@@ -27,7 +28,7 @@ GPU_EVALUATION_TOKENS = 32 * 1024
 
 def evaluate(
     engine: Engine,
-    split: TokenSplit,
+    evaluated: TokenSplit | SampledSplit,
     *,
     name: str,
     step: int,
@@ -35,31 +36,37 @@ def evaluate(
     stride: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
-    """Compute loss, perplexity and bits per byte over `split`; return None if `should_stop`, which
-    is called before each batch, ended it early.
+    """Compute loss, perplexity and bits per byte over a split, or over a sample of its windows;
+    return None if `should_stop`, which is called before each batch, ended it early.
 
     name, step: label the result. batch_size: batch rows per pass, over all ranks. stride: tokens
     from the beginning of one window to the next; None for context_length, the number of inputs of a
-    window, so that windows are adjacent. A smaller stride makes them overlap.
+    window, so that windows are adjacent. A smaller stride makes them overlap. A sample has no
+    other.
 
     Every target token counts once, so the figures do not depend on `batch_size`. No window crosses
     the end of a document if the split holds conversations, or if training reads one document per
     batch row (`data.order` documents, without packing). In conversations only assistant tokens
-    count. Bits per byte are nats per token ÷ ln 2 × tokens per UTF-8 byte in the split's text; they
-    compare models with different tokenizers. Collective. Raises ConfigError for a stride outside 1
-    … context_length, or a split with nothing to predict.
+    count. Bits per byte are nats per token ÷ ln 2 × tokens per UTF-8 byte in the text of the whole
+    split; they compare models with different tokenizers. Collective. Raises ConfigError for a
+    stride outside 1 … context_length, or a split with nothing to predict.
     """
     start = time.perf_counter()
     loss = LossSum(0.0, 0)
     config = engine.plan.config
-    are_documents = look_up(ROWS_ARE_DOCUMENTS, config.data.order, "data.order", "evaluation")
-    batches = evaluation_batches(
-        split,
-        context_length=config.model.context_length,
-        batch_size=batch_size,
-        stride=stride,
-        within_documents=split.assistant is not None or (are_documents and not config.data.packing),
-    )
+    context_length = config.model.context_length
+    if isinstance(evaluated, SampledSplit):
+        split = evaluated.split
+        batches = _to_batches(split, evaluated.windows(), context_length, batch_size)
+    else:
+        split = evaluated
+        batches = evaluation_batches(
+            split,
+            context_length=context_length,
+            batch_size=batch_size,
+            stride=stride,
+            within_documents=ends_at_documents(split, config.data),
+        )
     for batch in batches:
         if should_stop():
             return None
@@ -74,6 +81,13 @@ def evaluate(
         tokens=int(loss.n_targets),
         seconds=time.perf_counter() - start,
     )
+
+
+def ends_at_documents(split: TokenSplit, data: DataConfig) -> bool:
+    """Return True if no window of an evaluation crosses the end of a document: in conversations,
+    and where training reads one document per batch row."""
+    are_documents = look_up(ROWS_ARE_DOCUMENTS, data.order, "data.order", "evaluation")
+    return split.assistant is not None or (are_documents and not data.packing)
 
 
 def evaluation_batch_size(plan: Plan, row_length: int) -> int:

@@ -319,6 +319,7 @@ def _resolve(
             "train.tokens_per_step": None,
             "train.micro_batch_size": micro,
             "train.eval_interval": interval,
+            "train.eval_tokens": _eval_tokens(config, interval, batch_size),
             "train.sample_interval": sample_interval,
             "optimizer.momentum": config.optimizer.momentum_used,
             **{f"schedule.{key}": value for key, value in schedule.items()},
@@ -349,6 +350,24 @@ def _interval(
             return asked
         case unknown:
             refuse_unknown(unknown, key, "the planner")
+
+
+EVALUATION_SHARE, LEAST_EVALUATION_TOKENS = 0.02, 1 << 16
+"""The FLOPs of an evaluation under `train.eval_tokens="auto"` ÷ those of the training between two,
+and its least tokens, of which the loss is known to about a hundredth."""
+
+
+def _eval_tokens(config: Config, interval: int | None, batch_size: int) -> int | None:
+    """Return the tokens of the validation split that an evaluation reads; None for all of them.
+    `interval` is the number of steps between two evaluations, None for never; a training step
+    takes three times the FLOPs of an evaluation of as many tokens."""
+    asked = config.train.eval_tokens
+    if asked != "auto":
+        return asked
+    if interval is None:
+        return None
+    between = interval * batch_size * config.model.context_length
+    return max(LEAST_EVALUATION_TOKENS, round(3 * EVALUATION_SHARE * between))
 
 
 def auto_interval(n_steps: int) -> int:

@@ -322,13 +322,14 @@ class EpochMetrics(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvalMetrics(Event):
-    """A pass over a whole split after a step."""
+    """A pass over a split after a step."""
 
     EVENT = "eval"
     ONCE = ("split",)
 
     split: str
-    """Name of the split: `val`, `test`, or that of an entry of `data.evaluations`."""
+    """Name of the split: `val`, `val-sample` (the same windows of it each time), `test`, or that of
+    an entry of `data.evaluations`."""
     loss: float
     """Mean loss, in nats per token."""
     perplexity: float

@@ -48,6 +48,8 @@ CURVES = (*(name for name in recorded(StepMetrics) if name != "step"), "time")
 """Fields of `train` events, which are drawn or summed up."""
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
+SAMPLE = "val-sample"
+"""Name of the evaluation on a sample of the validation split (`train.eval_tokens`)."""
 CHANGED_BY_RESUME = {"steps": " steps", "layout": "", "device": "", "precision": ""}
 """Values of start and resume events that a resume may change, each with its unit."""
 RUN_FILES = ("config.toml", "metrics.jsonl")
@@ -118,9 +120,30 @@ class RecordedRun:
         return str(self.config.get("name") or self.folder.resolve().name)
 
     @property
+    def sample(self) -> EvalMetrics | None:
+        """The latest evaluation on a sample of the validation split, by which the run's best is
+        chosen; None if the run is evaluated on the whole."""
+        if not isinstance(as_table(self.config.get("train")).get("eval_tokens"), int):
+            return None  # an absent key is written as a word
+        return next((each for each in reversed(self.evaluations) if each.split == SAMPLE), None)
+
+    @property
     def validations(self) -> list[EvalMetrics]:
-        """Evaluations on the validation split, by step."""
-        return [each for each in self.evaluations if each.split == "val"]
+        """Evaluations on the validation split by which the run's best is chosen, by step: all on
+        the whole split, or all on the same sample of it."""
+        sample = self.sample
+        if sample is None:
+            return [each for each in self.evaluations if each.split == "val"]
+        same = (SAMPLE, sample.tokens)
+        return [each for each in self.evaluations if (each.split, each.tokens) == same]
+
+    @property
+    def whole_validation(self) -> EvalMetrics | None:
+        """The evaluation of the whole validation split at the end of a run that was evaluated on a
+        sample of it; None if there is none yet."""
+        if self.sample is None:
+            return None
+        return next((each for each in reversed(self.evaluations) if each.split == "val"), None)
 
     def validation_losses(self) -> Series:
         """Return the validation losses as a curve."""

@@ -39,7 +39,8 @@ class Results:
     """The weights that the run began with, in the words of `beginning`."""
     further: dict[str, float]
     """Results of `[[data.evaluations]]` at the best step (without validation, at the last): `NAME
-    accuracy` for questions, `NAME loss` for text."""
+    accuracy` for questions, `NAME loss` for text; and of the whole validation split in a run that
+    was evaluated on a sample of it."""
     train_loss: float
     """Mean training loss over the last twentieth of the logged steps, nats per token."""
     steps: int
@@ -75,6 +76,8 @@ def _further(record: RecordedRun, best: EvalMetrics | None) -> dict[str, float]:
     named = [each for each in record.evaluations if each.split not in RESERVED_SPLITS]
     step = max((each.step for each in named), default=0) if best is None else best.step
     found = {}
+    if (whole := record.whole_validation) is not None:
+        found["loss of the whole validation split"] = whole.loss
     for each in named:
         if each.step != step:
             continue

@@ -16,7 +16,13 @@ from pentameter.disk.lock import BEAT_SECONDS
 from pentameter.errors import CorruptError, StorageError
 from pentameter.generation.loop import Generation, sample_text
 from pentameter.record.events import EndKind, RunEnd
-from pentameter.train.evaluations import VALIDATION, evaluate_all, evaluate_test
+from pentameter.train.evaluations import (
+    SAMPLE,
+    VALIDATION,
+    evaluate_all,
+    evaluate_at_end,
+    measured_on,
+)
 from pentameter.train.hooks import Hooks, SampledText
 from pentameter.train.keep.saving import RunCheckpoints, failure_ends_run
 from pentameter.train.run import TrainingRun
@@ -68,17 +74,19 @@ class Boundary:
             return
         for name, metrics in found.items():
             if not math.isfinite(metrics.loss):
-                what = "validation" if name == VALIDATION else name
+                what = "validation" if name in (VALIDATION, SAMPLE) else name
                 self.checkpoints.give_up(f"the {what} loss is {metrics.loss} at step {state.step}")
         if self.checkpoints.last_step == state.step:
             self.checkpoints.prove()
         state.last_eval_step = state.step
-        if VALIDATION in found:
+        validation = SAMPLE if SAMPLE in found else VALIDATION
+        if (kind := measured_on(run)) is not None:
             folder = run.folder
             trained = state.step > 0 or (folder.initial_weights or folder.checkpoint) is not None
-            self._new_best = state.record_eval(found[VALIDATION].loss, trained=trained)
+            loss = found[validation].loss
+            self._new_best = state.record_eval(loss, trained=trained, of=kind)
         for name, metrics in found.items():
-            best = name == VALIDATION and self._new_best
+            best = name == validation and self._new_best
             self.hooks.call("on_eval", run, replace(metrics, best=best))
 
     def sample_if_due(self) -> None:
@@ -186,11 +194,10 @@ class Boundary:
             raise StorageError(f"{failure}; {self.checkpoints}")
 
     def test(self) -> None:
-        """Evaluate the test split with the weights of the best checkpoint (the last weights if
-        there is none), and call `on_eval` hooks. Do nothing if no test split is held out,
-        evaluation is off, or a stop signal comes."""
-        metrics = evaluate_test(self.run, self._is_stopping)
-        if metrics is not None:
+        """Evaluate the test split, and the validation split if a sample of it was evaluated, with
+        the weights of the best checkpoint (the last weights if there is none), and call `on_eval`
+        hooks. Do nothing if there is neither, evaluation is off, or a stop signal comes."""
+        for metrics in evaluate_at_end(self.run, self._is_stopping):
             self.hooks.call("on_eval", self.run, metrics)
 
     def _is_stopping(self) -> bool:

@@ -1,5 +1,6 @@
-"""The evaluations during a run: the validation split, the first tokens of the training split,
-further texts and question sets, and, at the end, the test split."""
+"""The evaluations during a run: the validation split or a sample of it, the first tokens of the
+training split, further texts and question sets; and at the end the test split, and the validation
+split if it was sampled."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ from pentameter.evaluate.multiple_choice import (
     evaluate_multiple_choice,
     read_questions,
 )
-from pentameter.evaluate.split import evaluate, evaluation_batch_size
+from pentameter.evaluate.sampled_split import SampledSplit, sampled_split
+from pentameter.evaluate.split import ends_at_documents, evaluate, evaluation_batch_size
 from pentameter.record.events import EvalMetrics
 from pentameter.train.run import TrainingRun
 from pentameter.train.user_components import CustomBatches
 
-VALIDATION, TRAIN, TEST = "val", "train", "test"
+Evaluated = TokenSplit | SampledSplit | EncodedQuestions
+VALIDATION, SAMPLE, TRAIN, TEST = "val", "val-sample", "train", "test"
 
 
 def splits_to_evaluate(
@@ -37,11 +40,11 @@ def splits_to_evaluate(
     *,
     verify: bool,
     progress: Progress,
-) -> Mapping[str, TokenSplit | EncodedQuestions]:
+) -> Mapping[str, Evaluated]:
     """Return each evaluation's split or encoded questions, by name: `val` first if anything is held
-    out, `train` with `train.eval_train_tokens`, and the names in `data.evaluations`. Empty if
-    evaluation is off, or if `batches` (from the user's function) are not tokens: such a model does
-    not run on text.
+    out, or `val-sample` if that has more than `train.eval_tokens`; `train` with
+    `train.eval_train_tokens`, and the names in `data.evaluations`. Empty if evaluation is off, or
+    if `batches` (from the user's function) are not tokens: such a model does not run on text.
 
     `verify` checks the stored tokens' hashes; `progress` is called while texts are tokenized.
     Raises ConfigError for a split with fewer than 2 tokens, and CorruptError, StorageError or
@@ -49,9 +52,10 @@ def splits_to_evaluate(
     """
     if config.train.eval_interval is None or not batches.are_tokens:
         return {}
-    found: dict[str, TokenSplit | EncodedQuestions] = {}
+    found: dict[str, Evaluated] = {}
     if (held_out := dataset.split(VALIDATION)).n_tokens >= 2:
-        found[VALIDATION] = held_out
+        sample = _sample(config, held_out)
+        found |= {VALIDATION: held_out} if sample is None else {SAMPLE: sample}
     if config.train.eval_train_tokens is not None:
         found[TRAIN] = first_tokens(dataset.split(TRAIN), config.train.eval_train_tokens)
     texts = open_evaluations(config.data, dataset.tokenizer, verify=verify, progress=progress)
@@ -70,6 +74,30 @@ def splits_to_evaluate(
                 "to predict one from the other (data.evaluations, train.eval_train_tokens)"
             )
     return found
+
+
+def _sample(config: Config, held_out: TokenSplit) -> SampledSplit | None:
+    """Return the sample of the validation split that `train.eval_tokens` asks for; None if it is
+    not set, or if the split has no more."""
+    n_tokens = config.train.eval_tokens
+    assert n_tokens != "auto"  # resolved by the plan
+    if n_tokens is None:
+        return None
+    return sampled_split(
+        held_out,
+        context_length=config.model.context_length,
+        n_targets=n_tokens,
+        within_documents=ends_at_documents(held_out, config.data),
+    )
+
+
+def measured_on(run: TrainingRun) -> str | None:
+    """Return the name of what the run's validation loss is measured on, with the tokens of a
+    sample; None if nothing is held out or evaluation is off. Two losses compare if it is equal."""
+    sample = run.evaluations.get(SAMPLE)
+    if isinstance(sample, SampledSplit):
+        return f"{SAMPLE} of {sample.n_targets:,}"
+    return VALIDATION if VALIDATION in run.evaluations else None
 
 
 def begins_with_evaluation(run: TrainingRun) -> bool:
@@ -92,33 +120,41 @@ def evaluate_all(run: TrainingRun, should_stop: Callable[[], bool]) -> dict[str,
     return found
 
 
-def evaluate_test(run: TrainingRun, should_stop: Callable[[], bool]) -> EvalMetrics | None:
-    """Evaluate the test split with the weights that `sample` and `eval` would open (the best
-    checkpoint's, else the last). The engine has its last weights again afterwards. Collective.
+def evaluate_at_end(run: TrainingRun, should_stop: Callable[[], bool]) -> list[EvalMetrics]:
+    """Evaluate with the weights that `sample` and `eval` would open (the best checkpoint's, else
+    the last): the whole validation split if the run was evaluated on a sample of it, and the test
+    split if one is held out. The engine has its last weights again afterwards. Collective.
 
-    Returns None if no test split is held out, evaluation is off, the batches are not tokens, or
+    Returns an empty list if there is neither, evaluation is off, the batches are not tokens, or
     `should_stop` returned True.
     """
-    split, state = run.dataset.split(TEST), run.state
+    state, names = run.state, [VALIDATION] if SAMPLE in run.evaluations else []
+    if run.dataset.split(TEST).n_tokens >= 2:
+        names.append(TEST)
     is_off = run.config.train.eval_interval is None or not run.batches.are_tokens
-    if split.n_tokens < 2 or is_off:
-        return None
+    if not names or is_off:
+        return []
     run.world.activity.note("testing", state.step)
     last = best = None
     if state.best_step != state.step:
         verification = run.folder.store.verification
         last, best = verification.on_main(lambda: _last_and_best(run), "testing", state.step)
+
+    def evaluate_all_at(step: int) -> list[EvalMetrics]:
+        found = (_evaluate(run, run.dataset.split(n), n, step, should_stop) for n in names)
+        return [metrics for metrics in found if metrics is not None]
+
     if last is None or best is None or best.step == last.step:
-        return _evaluate(run, split, TEST, state.step, should_stop)
+        return evaluate_all_at(state.step)
     load_model_state(run.engine.models, best.tensors("model"), run.world)
-    metrics = _evaluate(run, split, TEST, best.step, should_stop)
+    found = evaluate_all_at(best.step)
     load_model_state(run.engine.models, last.tensors("model"), run.world)
-    return metrics
+    return found
 
 
 def _evaluate(
     run: TrainingRun,
-    evaluated: TokenSplit | EncodedQuestions,
+    evaluated: Evaluated,
     name: str,
     step: int,
     should_stop: Callable[[], bool],

@@ -10,6 +10,7 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.shards.dataset import Dataset, TokenSplit
 from pentameter.evaluate.multiple_choice import EncodedQuestions
+from pentameter.evaluate.sampled_split import SampledSplit
 from pentameter.generation.prompts import Prompt
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.engine import Engine
@@ -35,9 +36,9 @@ class TrainingRun:
     """The user's own model, optimizer and batches, if given."""
     dataset: Dataset
     batches: TrainingBatches | CustomBatches
-    evaluations: Mapping[str, TokenSplit | EncodedQuestions]
-    """The split or questions that each evaluation covers, by name; `val` is the validation split.
-    """
+    evaluations: Mapping[str, TokenSplit | SampledSplit | EncodedQuestions]
+    """The split or questions that each evaluation covers, by name; `val` is the validation split,
+    `val-sample` a sample of it."""
     prompt: Prompt
     """The prompt that samples continue."""
     compute: Compute

@@ -86,6 +86,9 @@ class TrainState:
     saved_best_step: NonNegative | None = None
     """The step of the newest checkpoint that was the best when saved; None without one."""
     best_loss: Finite | None = None
+    best_of: str = "val"
+    """What the best loss was measured on: `val`, or `val-sample` and its tokens. Losses of two are
+    never compared."""
     evals_without_best: NonNegative = 0
     consecutive_skips: NonNegative = 0
     proved_step: NonNegative | None = None
@@ -126,9 +129,9 @@ class TrainState:
             return False
         return self.step % interval == 0 or self.step == n_steps
 
-    def record_eval(self, loss: float, *, trained: bool) -> bool:
+    def record_eval(self, loss: float, *, trained: bool, of: str = "val") -> bool:
         """Record an evaluation's validation loss at this step, and return True if it is the best so
-        far.
+        far of those measured on the same, `of`.
 
         With `trained` False (no step made, random weights) it is never the best: there is nothing
         worth keeping.
@@ -136,7 +139,8 @@ class TrainState:
         self.last_eval_step = self.step
         if not trained or not math.isfinite(loss):
             return False
-        if self.best_loss is None or loss < self.best_loss:
+        if self.best_loss is None or of != self.best_of or loss < self.best_loss:
+            self.best_of = of
             self.best_step, self.best_loss, self.evals_without_best = self.step, loss, 0
             return True
         self.evals_without_best += 1
@@ -158,7 +162,7 @@ class SavedRun:
 
 Kind = TypeVar("Kind", TrainState, SavedRun)
 _LATER = (
-    "epoch", "guard", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash",
+    "best_of", "epoch", "guard", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash",
     "own_keys",
 )  # fmt: skip
 """Keys that checkpoints by earlier versions lack; their defaults are used then."""

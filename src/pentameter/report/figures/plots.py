@@ -100,7 +100,8 @@ def loss_figure(
     if len(validation):
         x, y = thinned(validation)
         marker = "o" if len(x) <= 40 else ""
-        axes.plot(x, y, color=palette.validation, lw=1.8, marker=marker, ms=3.2, label="validation")
+        label = "validation" if record.sample is None else "validation, a sample"
+        axes.plot(x, y, color=palette.validation, lw=1.8, marker=marker, ms=3.2, label=label)
     best = record.best()
     if best is not None:
         axes.plot(

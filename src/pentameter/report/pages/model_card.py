@@ -43,7 +43,7 @@ SETTINGS = (
 layout."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_DATA = re.compile(r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@[^/]+)?(/.*)?")
-PLACES = {"val": "validation"}
+PLACES = {"val": "validation", "val-sample": "a sample of validation"}
 """Name of a split on the card, if it differs from the split's own."""
 
 

@@ -113,6 +113,7 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
     """Return (name, value, detail), all text, for each known result in the report's summary."""
     found, floor = results(record), entropy_rate(record) or NAN
     step = f"at step {formatting.whole(found.best_step)}"
+    sample = "" if record.sample is None else f", on a sample of {record.sample.tokens:,} tokens"
     planned = f"of {found.planned_steps:,}" if found.planned_steps else ""
     tokens, ceiling = record.start.tokens_per_step, record.start.ceiling_flops
     per_step = "" if tokens is None else f"{tokens:,} per step"
@@ -123,7 +124,7 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
     parameters = NAN if found.parameters is None else found.parameters
     idle = formatting.whole(found.idle_experts)
     facts = [
-        ("Best validation loss", formatting.fixed(found.best_loss), step),
+        ("Best validation loss", formatting.fixed(found.best_loss), step + sample),
         ("Perplexity", formatting.fixed(found.perplexity, 3), "at the best step"),
         ("Bits per byte", formatting.fixed(found.bits_per_byte), "at the best step"),
         ("Above entropy rate", above_floor, f"the floor is {formatting.fixed(floor)}"),

@@ -102,6 +102,9 @@ def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
     ]
     if "data.order" in differing and _hold_out_differently(runs):
         texts.append("data.order")
+    samples = {None if s is None else s.tokens for s in (run.record.sample for run in runs)}
+    if len(samples) > 1:
+        texts.append("train.eval_tokens")
     measure, key, why = "validation loss", "best_loss", ""
     if {"data.tokenizer", "model.vocab_size"} & set(differing):
         measure, key = "bits per byte", "bits_per_byte"

@@ -6,9 +6,10 @@ from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import shown_path
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.corpora.registry import corpus_of
+from pentameter.evaluate.sampled_split import SampledSplit
 from pentameter.formatting import size
 from pentameter.planning.plan import Plan
-from pentameter.train.evaluations import begins_with_evaluation
+from pentameter.train.evaluations import SAMPLE, begins_with_evaluation
 from pentameter.train.keep.resuming import saved_layout
 from pentameter.train.run import TrainingRun
 
@@ -40,6 +41,7 @@ def introduction(run: TrainingRun) -> list[str]:
         f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
         f"{plan.total_tokens:,} tokens{_epochs(plan)}",
         *_target_tokens(run),
+        *_sampled(run),
         f"device  {compute.device_name} · {compute.precision} ({compute.precision_reason}) · "
         f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})",
         *([f"tried   {compute.forms}"] if str(compute.forms) else []),
@@ -61,7 +63,11 @@ def introduction(run: TrainingRun) -> list[str]:
         assert run.folder.checkpoint is not None  # the state was read from it
         saved = saved_layout(run.folder.checkpoint)
         other = "" if saved.degrees() == plan.layout.degrees() else f", saved by {saved}"
-        lines.append(f"resume  from step {run.state.step}{other}")
+        reached = run.folder.reached
+        again = ""
+        if reached is not None and reached.step > run.state.step:
+            again = f"; steps {run.state.step + 1} to {reached.step} are made again"
+        lines.append(f"resume  from step {run.state.step}{other}{again}")
     start = config.schedule.start_step
     if start:
         lines.append(f"extend  the schedule begins anew at step {start}, up to step {plan.steps}")
@@ -120,6 +126,20 @@ def _held(run: TrainingRun, number: int) -> str:
     string if it holds text, or nothing is known of it."""
     held = run.dataset.holds[number : number + 1]
     return f" · {held[0]}" if held and held[0] else ""
+
+
+def _sampled(run: TrainingRun) -> list[str]:
+    """Return a line with the size of the sample on which the run is evaluated; an empty list if it
+    is evaluated on whole splits."""
+    sample = run.evaluations.get(SAMPLE)
+    if not isinstance(sample, SampledSplit):
+        return []
+    whole = sample.split.n_tokens
+    return [
+        f"eval    {sample.n_targets:,} of the {whole:,} validation tokens every "
+        f"{run.config.train.eval_interval:,} steps, the same ones ({SAMPLE}); all of them at the "
+        "end (val)"
+    ]
 
 
 def _sources(run: TrainingRun) -> list[str]:

@@ -22,7 +22,7 @@ from pentameter.record.events import (
     SkippedStep,
     StepMetrics,
 )
-from pentameter.train.evaluations import TRAIN, VALIDATION, begins_with_evaluation
+from pentameter.train.evaluations import SAMPLE, TRAIN, VALIDATION, begins_with_evaluation
 from pentameter.train.faults.pace import SlowRank
 from pentameter.train.run import TrainingRun, is_logged
 
@@ -129,7 +129,9 @@ class RunLines:
         both losses."""
         if self._n_steps == 0:
             self._await(run, evaluates=False)
-        if metrics.split == VALIDATION and TRAIN in run.evaluations:
+        is_last = metrics.split == VALIDATION and SAMPLE in run.evaluations  # the whole, at the end
+        holds_back = metrics.split in (VALIDATION, SAMPLE) and not is_last
+        if holds_back and TRAIN in run.evaluations:
             self._validation = metrics  # the training split's metrics come next
             return
         train = []
@@ -145,6 +147,7 @@ class RunLines:
             [
                 f"eval {metrics.step:>6}",
                 f"{metrics.split} loss {metrics.loss:.4f}{best}",
+                *(["whole split"] if is_last else []),
                 *train,
                 f"perplexity {metrics.perplexity:.4g}",
                 f"{metrics.bits_per_byte:.4f} bits/byte",
