@@ -145,7 +145,7 @@ def test_the_same_command_line_continues_the_same_run(folder, capsys, monkeypatc
     assert "was complete already" in capsys.readouterr().out
     assert (run / "config.toml").read_text() == before
     assert main(["train", str(run / "config.toml"), f"--run-dir={run}"]) == 0
-    for other in (["--time=61s"], ["--time=60s", "--seed=3"]):
+    for other in (["--time=59s"], ["--time=60s", "--seed=3"], ["--time=2m", "--seed=3"]):
         assert main(["train", "novel.txt", *TINY, *other]) == 2
         assert "holds a run of" in capsys.readouterr().err
 

@@ -305,7 +305,7 @@ def _configuration(
         given = {**flat_overrides(overrides), **layout_overrides(parsed.layout)}
         config = load_config(*configuration_of(parsed.source, given, parsed.init_from))
     else:
-        config = timed.choose(keep=not is_printed)
+        config = timed.choose(parsed.resume, keep=not is_printed)
     said = [] if parsed.init_from is not None else [*random_weights(Path(parsed.source))]
     is_launched = launched is not None or parsed.nodes is not None
     if parsed.layout == BEST and (is_printed or not is_launched):

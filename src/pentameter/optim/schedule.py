@@ -50,6 +50,17 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
     return (1 - progress) * peak + progress * low  # both ends exactly
 
 
+def cooldown_start(schedule: ScheduleConfig) -> int | None:
+    """Return the number of steps after which the rate of a `wsd` schedule that the plan resolved
+    begins to fall: no step before depends on the run's length. None for other schedules."""
+    if schedule.name != "wsd":
+        return None
+    assert schedule.decay_steps is not None
+    assert schedule.cooldown_steps is not None
+    first = max(schedule.warmup_steps, schedule.decay_steps - schedule.cooldown_steps)
+    return schedule.start_step + first
+
+
 def _decayed_fraction(step: int, schedule: ScheduleConfig, longest: int | None = None) -> float:
     """Return the completed fraction of the decay at `step`, counted from `schedule.start_step`: 0
     until the decay begins, 1 from `decay_steps` on. The decay begins after the warm-up. With

@@ -46,7 +46,7 @@ from pentameter.train.faults.pace import RankPace
 from pentameter.train.faults.skipping import skip
 from pentameter.train.hooks import Hooks, check_hook
 from pentameter.train.keep.resuming import RunRequest
-from pentameter.train.keep.saving import RunCheckpoints
+from pentameter.train.keep.saving import RunCheckpoints, uncooled_step
 from pentameter.train.run import TrainingRun, is_logged, records_loads
 from pentameter.train.say.console import Console
 from pentameter.train.say.recorder import Recorder
@@ -138,7 +138,7 @@ class Trainer:
             time = TimedRun(
                 config, overrides, time, run_dir=folder, init_from=weights, started=started
             )
-            self.config = time.choose(say=(lambda line: None) if quiet else remark)
+            self.config = time.choose(resume, say=(lambda line: None) if quiet else remark)
         self._timed = time
         self._request = RunRequest(
             self.config,
@@ -149,6 +149,7 @@ class Trainer:
             supplied,
             force,
             Verification(self.world),
+            goes_on=time is not None and time.goes_on_from is not None,
         )
         self._hooks, self._quiet = tuple(hooks), quiet
 
@@ -164,7 +165,7 @@ class Trainer:
         """
         if self._timed is None:
             return self._fit(self._hooks)
-        kept = TimeKept(self._timed.budget)
+        kept = TimeKept(self._timed.budget, begins_at=self._timed.goes_on_from or 0)
         end = self._fit((*self._hooks, kept))
         moved = self._timed.moved(kept, self.run)
         if moved is None:
@@ -388,7 +389,9 @@ class _Loop:
         saves = (checkpoint.interval, run.config.guard.rollback_interval)
         intervals = [each for each in (*actions, *checks, *saves) if isinstance(each, int)]
         ends_epoch = run.plan.epoch(step) != run.plan.epoch(step - 1)
-        return ends_epoch or any(step % each == 0 for each in intervals)
+        if ends_epoch or step == uncooled_step(run.config):
+            return True
+        return any(step % each == 0 for each in intervals)
 
     def _read_steps(self) -> None:
         """Copy the unread steps' losses and norms to the host; then, for each step, update

@@ -121,7 +121,7 @@ def start_run(
     )
     stack.callback(run.events.close)
     checkpoints = RunCheckpoints(run, lambda: {**run.events.sync(), "log_bytes": console.sync()})
-    checkpoints.old.begin()
+    checkpoints.old.begin(removes_later_copies=request.goes_on)
     outliers = check_health(engine)
     _introduce(run)
     console.warn(outliers)

@@ -177,6 +177,7 @@ def test_a_run_of_before_is_read():
     found = settings(recorded.config)
     added_since = {"train.matmuls": None, "train.stream": "weights"}
     added_since |= {"data.form": "auto", "data.bad_rows": "refuse", "train.eval_tokens": None}
+    added_since |= {"checkpoint.keep_before_cooldown": False}
     assert found | added_since == {
         path: list(value) if isinstance(value, tuple) else value
         for path, value in values_of(load_config(RUN / "config.toml")).items()

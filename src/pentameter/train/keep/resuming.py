@@ -10,6 +10,7 @@ does not cover earlier steps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pentameter.checkpoint.folders.opening import (
     find_checkpoint,
     read_own_manifest,
 )
+from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.folders.verification import Verification
 from pentameter.config.files.load import load_config
 from pentameter.config.fingerprint import config_hash, diff_configs
@@ -57,6 +59,9 @@ class RunRequest:
     """True to try a run that is predicted to exceed the memory."""
     verification: Verification = field(default_factory=Verification)
     """The checkpoints that the ranks of `world` have verified at this start."""
+    goes_on: bool = False
+    """True for a run whose length was changed after it had cooled down: it goes on from the newest
+    checkpoint whose steps the configuration would have made, and later ones are removed."""
 
 
 # -- whose folder it is -------------------------------------------------------------------------
@@ -150,6 +155,20 @@ def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config
             f"the run in {path} has made {checkpoint.step} steps already, and train.steps="
             f"{plan.steps} are fewer; leave train.steps as it was, or give {NEW_FOLDER}"
         )
+
+
+def newest_of_same_steps(store: CheckpointStore, newest: Checkpoint, plan: Plan) -> Checkpoint:
+    """Return the newest intact checkpoint in `store` whose steps the configuration in `plan` would
+    have made, too; `newest`, the newest of all, if there is none."""
+    for step in sorted({each.step for each in list_checkpoints(store.folder)}, reverse=True):
+        with suppress(CorruptError):
+            found = newest if step == newest.step else store.at(step)
+            if found is not None:
+                found.read("config.toml")  # raises if it is missing or damaged
+                made = load_config(found.path / "config.toml")
+                if _made_the_same(made, plan.config, step):
+                    return found
+    return newest
 
 
 def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> None:

@@ -51,6 +51,7 @@ from pentameter.train.keep.resuming import (
     RunRequest,
     check_same_run,
     check_start_step,
+    newest_of_same_steps,
     no_checkpoint,
     refuse_foreign,
     step_folders,
@@ -274,10 +275,14 @@ def _open(
             # The other ranks take this one, whatever the run there saves meanwhile.
             begins_with = init_from if weights.stored.checkpoint is None else weights.stored.path
     else:
+        if request.goes_on:
+            checkpoint = newest_of_same_steps(store, checkpoint, plan)
         _check_data(path, dataset, plan, checkpoint)
         check_same_run(path, checkpoint, plan, request.config)
     check_start_step(path, plan, checkpoint)
     record = None if checkpoint is None else saved_state(checkpoint)[1]
+    if checkpoint is not None and request.goes_on:
+        store.discard_after(checkpoint.step)
     store.clean()
     _remove_unfinished(path, store.warnings)
     is_new = checkpoint is None or checkpoint is given

@@ -61,6 +61,7 @@ from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_state_b
 from pentameter.machine.choices import choose_asynchronous
 from pentameter.machine.cores_and_memory import host_memory_bytes
 from pentameter.optim.build import AnyOptimizer, JointOptimizer
+from pentameter.optim.schedule import cooldown_start
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_shards import local_shard
 from pentameter.planning.plan import Plan
@@ -201,6 +202,7 @@ class RunCheckpoints:
         new_best = new_best and settings.keep_best
         due = complete or interrupted or new_best or self._is_owed
         due = due or state.step % settings.interval == 0 or state.step in state.guard.rollback_steps
+        due = due or state.step == uncooled_step(self.run.config)
         is_saved = state.step in (self._begun_step, self.last_step)  # a branch's in another folder
         if not due or (is_saved and not new_best):
             return False
@@ -372,26 +374,31 @@ class OldCheckpoints:
         self._remover = ThreadPoolExecutor(1)
         self._removals: list[Future[None]] = []
 
-    def begin(self) -> None:
+    def begin(self, *, removes_later_copies: bool = False) -> None:
         """As a run starts: remove old checkpoints whose removal an earlier process did not finish,
-        and ask for a copy of the checkpoint to resume from if `checkpoint.copy_to` has none."""
+        and ask for a copy of the checkpoint to resume from if `checkpoint.copy_to` has none. With
+        `removes_later_copies`, copies of later steps, which are made anew, are removed there."""
         self.prune()
         if self.run.folder.holds_checkpoint:
+            if removes_later_copies:
+                self.run.copies.discard_after(self.run.state.step)
             self.run.copies.request(self.run.state.step, self.returned_to)
 
     @property
     def returned_to(self) -> list[int]:
-        """Steps that a run resumed from the newest checkpoint may return to: its best, and those to
-        roll back to. Some of them may have no checkpoint on disk."""
+        """Steps that a run resumed from the newest checkpoint may return to: its best, those to
+        roll back to, and the one before its cool-down (`checkpoint.keep_before_cooldown`). Some of
+        them may have no checkpoint on disk."""
         state = self.run.state
         # The best may be unsaved because the disk was full: then the best before it is kept.
         best = (state.best_step, state.saved_best_step)
         kept = best if self.run.config.checkpoint.keep_best else ()
+        kept = (*kept, uncooled_step(self.run.config))
         return [*(step for step in kept if step is not None), *self.rollback_steps]
 
     def prune(self, *, beside: bool = False) -> None:
         """Remove all checkpoints but these: the newest `checkpoint.keep_last`, the best, the newest
-        known good one, those to roll back to and those being copied. With `beside`, a thread
+        known good one, those to return to and those being copied. With `beside`, a thread
         removes the files while training goes on, since that may take as long as writing them. A
         failure only warns."""
         state, settings = self.run.state, self.run.config.checkpoint
@@ -434,6 +441,14 @@ class OldCheckpoints:
 
     def _say_not_removed(self, error: StorageError) -> None:
         self.run.console.say(f"warning: an old checkpoint could not be removed: {error}")
+
+
+def uncooled_step(config: Config) -> int | None:
+    """Return the step whose checkpoint is saved and kept since the learning rate falls after it;
+    None without `checkpoint.keep_before_cooldown`, and for schedules without such a step."""
+    if not config.checkpoint.keep_before_cooldown:
+        return None
+    return cooldown_start(config.schedule)
 
 
 def failure_ends_run(config: Config) -> bool:

@@ -59,15 +59,7 @@ def introduction(run: TrainingRun) -> list[str]:
         )
     if run.folder.initial_weights is not None:
         lines.append(f"init    the weights of {run.folder.initial_weights.path}")
-    if run.state.step:
-        assert run.folder.checkpoint is not None  # the state was read from it
-        saved = saved_layout(run.folder.checkpoint)
-        other = "" if saved.degrees() == plan.layout.degrees() else f", saved by {saved}"
-        reached = run.folder.reached
-        again = ""
-        if reached is not None and reached.step > run.state.step:
-            again = f"; steps {run.state.step + 1} to {reached.step} are made again"
-        lines.append(f"resume  from step {run.state.step}{other}{again}")
+    lines += _resumed(run)
     start = config.schedule.start_step
     if start:
         lines.append(f"extend  the schedule begins anew at step {start}, up to step {plan.steps}")
@@ -77,6 +69,22 @@ def introduction(run: TrainingRun) -> list[str]:
             first = "the first evaluation and the first step compile"
         lines.append(f"{first}: about a minute on a new machine, seconds once cached")
     return lines
+
+
+def _resumed(run: TrainingRun) -> list[str]:
+    """Return a line with the step from which the run resumes, by which layout it was saved if by
+    another, and which steps are made again; an empty list for a run that begins."""
+    step, reached = run.state.step, run.folder.reached
+    if not step:
+        return []
+    assert run.folder.checkpoint is not None  # the state was read from it
+    saved = saved_layout(run.folder.checkpoint)
+    line = f"resume  from step {step}"
+    if saved.degrees() != run.plan.layout.degrees():
+        line += f", saved by {saved}"
+    if reached is not None and reached.step > step:
+        line += f"; steps {step + 1} to {reached.step} are made again"
+    return [line]
 
 
 def _architecture(plan: Plan) -> str:

@@ -135,7 +135,7 @@ def disk_warnings(plan: Plan, checkpoints: Path) -> list[str]:
     settings, steps = plan.config.checkpoint, plan.steps
     saved = state_bytes(Step(plan.config, Layout()), [plan.table]).snapshot_bytes
     n_saves = 1 + steps // (settings.interval or steps)
-    kept = settings.keep_last + settings.keep_best
+    kept = settings.keep_last + settings.keep_best + settings.keep_before_cooldown
     n_there = sum(1 for _ in checkpoints.glob("step-*"))
     n_more = min(kept + 1, n_saves) - n_there
     try:

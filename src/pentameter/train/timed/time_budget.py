@@ -97,10 +97,16 @@ MOST_WAITING = 5.0
 @dataclass(frozen=True)
 class TimeBudget:
     """The time for a run: `seconds`, counted from `started`, a moment in seconds on the monotonic
-    clock."""
+    clock. `before` are those that a shorter run had, with which this one goes on."""
 
     seconds: float
     started: float
+    before: float = 0.0
+
+    @property
+    def asked(self) -> float:
+        """Seconds that were asked for."""
+        return self.before + self.seconds
 
     @property
     def used(self) -> float:
@@ -234,9 +240,9 @@ class _LengthChooser:
             least = budget.used + closing + FEWEST_STEPS * pace.step_seconds
             least += pace.first_seconds
             raise ConfigError(
-                f"--time {duration(budget.seconds)} is too short: {duration(max(0.0, left))} of it "
+                f"--time {duration(budget.asked)} is too short: {duration(max(0.0, left))} of it "
                 f"are left for steps of {pace.step_seconds:.2g} s, and fewer than {FEWEST_STEPS} "
-                f"teach nothing; ask for {duration(1.5 * least)} or more"
+                f"teach nothing; ask for {duration(budget.before + 1.5 * least)} or more"
             )
         if "train.eval_interval" in self._settings:
             self._settings["train.eval_interval"] = steps
@@ -245,15 +251,66 @@ class _LengthChooser:
         if "train.compile" not in self._given and config.train.compile == "auto":
             self._settings["train.compile"] = pace.compiled
         self._settings |= self._length(config, steps)
+        if config.schedule.name == "wsd":  # a longer time goes on from there
+            self._settings |= self._obeying({"checkpoint.keep_before_cooldown": True})
         config = self._load(self._settings)
         plan = make_plan(config, dataset.vocab_size)
         length = (
             f"length  {plan.steps:,} steps, each of which reads {plan.tokens_per_step:,} tokens in "
             f"{pace.step_seconds:.2g} s: so fast is this machine "
             f"({flops_in_words(pace.flops_per_second)}, measured), and {duration(budget.left)} of "
-            f"{duration(budget.seconds)} are left"
+            f"{duration(budget.asked)} are left"
         )
         return Choice(self._settings, config, (*reasons, length))
+
+
+class _MoreSteps(_LengthChooser):
+    """Chooses how many steps more fit into the time, for a run that goes on from step `begun` with
+    another cool-down; `settings` are those chosen before."""
+
+    def __init__(
+        self,
+        load: Load,
+        given: Collection[str],
+        budget: TimeBudget,
+        progress: Progress,
+        settings: Mapping[str, Any],
+        begun: int,
+    ) -> None:
+        super().__init__(load, given, budget, progress)
+        self._settings |= settings
+        self._begun = begun
+
+    def _length(self, config: Config, steps: int) -> dict[str, Any]:
+        """Return the settings for `steps` steps more, of which the cool-down takes the same
+        fraction of the whole run as before, or all."""
+        schedule, whole = config.schedule, self._begun + steps
+        before = self._load(self._settings)
+        assert before.train.steps is not None
+        assert before.schedule.cooldown_steps is not None
+        share = before.schedule.cooldown_steps / before.train.steps
+        found = {
+            "train.steps": whole,
+            "schedule.warmup_steps": schedule.warmup_steps,
+            "schedule.cooldown_steps": max(1, min(steps, round(share * whole))),
+        }
+        at_the_end = ("train.eval_interval", "train.sample_interval")
+        found |= {path: whole for path in at_the_end if path in self._settings}
+        return self._obeying(found)
+
+
+def choose_to_go_on(
+    load: Load,
+    given: Collection[str],
+    budget: TimeBudget,
+    settings: Mapping[str, Any],
+    begun: int,
+    progress: Progress = no_progress,
+) -> Choice:
+    """Choose the length of a run that goes on from step `begun`, before its cool-down, so that its
+    further steps end within the budget. `settings` are those chosen for the run so far; the other
+    arguments are those of `choose_for_time`, with its errors."""
+    return _MoreSteps(load, given, budget, progress, settings, begun).choose()
 
 
 RESTART_SHARE = 0.3

@@ -14,8 +14,11 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from pentameter.evaluate.sampled_split import SampledSplit
 from pentameter.formatting import duration
+from pentameter.optim.schedule import cooldown_start
 from pentameter.record.events import EvalMetrics, RunEnd, StepMetrics
+from pentameter.train.evaluations import SAMPLE
 from pentameter.train.run import TrainingRun
 from pentameter.train.timed.time_budget import TimeBudget
 
@@ -39,13 +42,15 @@ class MovedEnd:
 class TimeKept:
     """The hook that compares a run with its time budget. It may stop the run once to change its
     length; `moved` is then the length to resume with, else None. It does not if `is_moved` says
-    that the end was moved before, or if an earlier command began the run, whose time is unknown."""
+    that the end was moved before, or if an earlier command made steps of the budget's time, which
+    is unknown: the first of these steps follows `begins_at`."""
 
-    def __init__(self, budget: TimeBudget, *, is_moved: bool = False) -> None:
-        self._budget, self._is_moved = budget, is_moved
+    def __init__(self, budget: TimeBudget, *, is_moved: bool = False, begins_at: int = 0) -> None:
+        self._budget, self._is_moved, self._begins_at = budget, is_moved, begins_at
         self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._made_at = time.perf_counter()
-        self._starting_seconds = self._evaluation_seconds = 0.0
+        self._starting_seconds = 0.0
+        self._evaluation_seconds = self._last_evaluation_seconds = 0.0
         self._n_steps = 0
         self._began_before = False
         self.moved: MovedEnd | None = None
@@ -53,11 +58,14 @@ class TimeKept:
     def on_start(self, run: TrainingRun) -> None:
         """Record the time that the start took, and whether an earlier command began the run."""
         self._starting_seconds = time.perf_counter() - self._made_at
-        self._began_before = run.state.step > 0 and not self._is_moved
+        self._began_before = run.state.step > self._begins_at and not self._is_moved
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
         """Record an evaluation's time."""
-        self._evaluation_seconds = metrics.seconds
+        self._evaluation_seconds = self._last_evaluation_seconds = metrics.seconds
+        if isinstance(sample := run.evaluations.get(SAMPLE), SampledSplit):
+            whole = sample.split.assistant or sample.split  # evaluated at the end
+            self._last_evaluation_seconds *= 1 + whole.n_tokens / sample.n_targets
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
         """Set `moved` and stop the run if it is predicted to miss its time by more than TOLERANCE.
@@ -80,15 +88,18 @@ class TimeKept:
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
         """Print the time that was asked for and the time taken, unless the run is to resume."""
         if self.moved is None:
-            asked, took = duration(self._budget.seconds), duration(self._budget.used)
+            asked, took = duration(self._budget.asked), duration(self._budget.used)
             what = "this command alone took" if self._began_before else "took"
+            if self._budget.before and not self._began_before:
+                what = f"of which {duration(self._budget.seconds)} were left; took"
             run.console.say(f"asked {asked}, {what} {took}")
 
     def _moved_end(self, run: TrainingRun, step: int) -> MovedEnd | None:
         schedule, budget = run.config.schedule, self._budget
         assert schedule.decay_steps is not None
         assert schedule.cooldown_steps is not None
-        cools_at = schedule.start_step + schedule.decay_steps - schedule.cooldown_steps
+        cools_at = cooldown_start(schedule)
+        assert cools_at is not None
         if self.moved is not None or not schedule.warmup_steps <= step <= cools_at:
             return None
         if len(self._recent) < min(10, cools_at - 1):
@@ -97,7 +108,7 @@ class TimeKept:
         pace = median(self._recent)
         if isinstance(interval, int):
             pace += self._evaluation_seconds / interval
-        closing = self._budget.closing_seconds + self._evaluation_seconds
+        closing = self._budget.closing_seconds + self._last_evaluation_seconds
         # Seconds beyond the budget if the rate fell from here on.
         late = schedule.cooldown_steps * pace + closing - budget.left
         overrun = late + (cools_at - step) * pace

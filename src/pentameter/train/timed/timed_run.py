@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from pentameter.data.progress import ProgressLines
 from pentameter.disk.atomic import make_folder, read_own_json, write_atomic
 from pentameter.errors import ConfigError, CorruptError, remark
 from pentameter.formatting import duration
+from pentameter.optim.schedule import cooldown_start
+from pentameter.record.checkpoints import list_checkpoints
 from pentameter.train.keep.resuming import NEW_FOLDER
 from pentameter.train.run import TrainingRun
 from pentameter.train.timed.time_budget import (
+    Choice,
     TimeBudget,
     choose_for_time,
+    choose_to_go_on,
     parse_time,
     process_start,
 )
@@ -71,34 +76,86 @@ class TimedRun:
         self._folder = run_dir or Path("runs") / self._asked.name
         self._chooses_size = init_from is None and self._source == PRESET_FOR_TEXT
         self._settings: Mapping[str, Any] = {}
+        self.goes_on_from: int | None = None
+        """The step, before a shorter run's cool-down, from which this run goes on; None for a run
+        that begins anew."""
 
-    def choose(self, *, keep: bool = True, say: Callable[[str], None] = remark) -> Config:
+    def choose(
+        self, resume: str = "auto", *, keep: bool = True, say: Callable[[str], None] = remark
+    ) -> Config:
         """Choose settings for the time by a trial, and return the configuration with them; `say`
         gets the reasons, a line each. With `keep`, record the choice in the run folder.
 
-        If the folder records a choice for the same request, return that one without a trial. Raises
-        ConfigError if the folder holds a run for another request.
+        If the folder records a choice for the same request, return that one without a trial. If it
+        holds the same run of a shorter time, complete, choose how it goes on, unless `resume` is
+        `never`. Raises ConfigError if
+        the folder holds a run for another request.
         """
         say(f"--time {self._time}: the text is read and some steps are timed, to choose what fits")
         record = _read(self._folder / RECORD)
         if record is not None and record.get("asked") == self._request():
-            self._settings = record["chosen"]
+            self._settings, self.goes_on_from = record["chosen"], record.get("goes_on_from")
+            self._take_rest(record.get("seconds_before", 0.0))
             return self._load(self._settings)
         if (self._folder / "config.toml").exists():
-            raise ConfigError(self._other_run(record))
-        chosen = choose_for_time(
-            self._load,
-            self._given,
-            self.budget,
-            sizes=self._chooses_size,
-            progress=ProgressLines(say),
-        )
+            if record is None or resume == "never" or not self._asks_for_more_than(record):
+                raise ConfigError(self._other_run(record))
+            chosen = self._choose_to_go_on(record, say)
+        else:
+            chosen = choose_for_time(
+                self._load,
+                self._given,
+                self.budget,
+                sizes=self._chooses_size,
+                progress=ProgressLines(say),
+            )
         self._settings = chosen.settings
         if keep:
             self._write()
         for reason in chosen.reasons:
             say(reason)
         return chosen.config
+
+    def _choose_to_go_on(self, record: Mapping[str, Any], say: Callable[[str], None]) -> Choice:
+        """Choose the further steps of the run of a shorter time that the folder holds, of which
+        `record` tells. Raises ConfigError if it is not complete, or cannot go on."""
+        before = record["asked"]["seconds"]
+        made = load_config(self._folder / "config.toml")
+        steps = [each.step for each in list_checkpoints(self._folder / "checkpoints")]
+        if not steps or steps[0] < (made.train.steps or 0):
+            raise ConfigError(
+                f"{self._folder} holds a run of --time {duration(before)} that is not complete; "
+                f"finish it with that time, then ask for {duration(self.budget.seconds)} in all"
+            )
+        cools_at = cooldown_start(made.schedule)
+        uncooled = [step for step in steps if cools_at is not None and 0 < step <= cools_at]
+        if not uncooled:
+            raise ConfigError(
+                f"{self._folder} holds a run of --time {duration(before)}, and no checkpoint from "
+                f"before its learning rate fell (schedule.name={made.schedule.name!r}, "
+                "checkpoint.keep_before_cooldown), from which a longer one could go on. For "
+                f"another run, {NEW_FOLDER}"
+            )
+        begun = self.goes_on_from = max(uncooled)
+        self._take_rest(before)
+        more = choose_to_go_on(
+            self._load, self._given, self.budget, record["chosen"], begun, ProgressLines(say)
+        )
+        reason = (
+            f"goes on from step {begun:,}, before the cool-down of --time {duration(before)}, with "
+            f"the other {duration(self.budget.seconds)}: what came after it is made anew"
+        )
+        return replace(more, reasons=(reason, *more.reasons))
+
+    def _asks_for_more_than(self, record: Mapping[str, Any]) -> bool:
+        """Return True if `record` is of the same request for a shorter time."""
+        return record["asked"] == {**self._request(), "seconds": record["asked"]["seconds"]} and (
+            record["asked"]["seconds"] < self.budget.seconds
+        )
+
+    def _take_rest(self, before: float) -> None:
+        """Take the first `before` seconds off the time, which a shorter run has had."""
+        self.budget = replace(self.budget, seconds=self.budget.seconds - before, before=before)
 
     def moved(self, kept: TimeKept, run: TrainingRun) -> Config | None:
         """Return the configuration with the new length that the hook `kept` asked for, and record
@@ -126,16 +183,16 @@ class TimedRun:
         """Return the values that identify the request: seconds, configuration hash and the keys
         that the user set."""
         given = sorted(map(former_path, self._given.keys() - not_the_training()))
-        return {"seconds": self.budget.seconds, "config": config_hash(self._asked), "given": given}
+        return {"seconds": self.budget.asked, "config": config_hash(self._asked), "given": given}
 
     def _other_run(self, record: Mapping[str, Any] | None) -> str:
         if record is None:
             said = "a run that was begun without --time; leave that out to continue it"
-        elif record["asked"]["seconds"] != self.budget.seconds:
+        elif self.budget.seconds < record["asked"]["seconds"]:
             asked = duration(record["asked"]["seconds"])
-            said = f"a run of --time {asked}, whose length is decided; ask for that to continue it"
+            said = f"a run of --time {asked}; ask for that to continue it, or for more to go on"
         else:
-            said = "a run of the same --time and other settings; give those to continue it"
+            said = "a run of --time with other settings; give those to continue it"
         return (
             f"{self._folder} holds {said}, or {self._folder}/config.toml in the place of "
             f"{self._named}. For another run, {NEW_FOLDER}"
@@ -143,7 +200,9 @@ class TimedRun:
 
     def _write(self) -> None:
         make_folder(self._folder)
-        record = {"asked": self._request(), "chosen": dict(self._settings)}
+        record: dict[str, Any] = {"asked": self._request(), "chosen": dict(self._settings)}
+        if self.goes_on_from is not None:
+            record |= {"goes_on_from": self.goes_on_from, "seconds_before": self.budget.before}
         write_atomic(self._folder / RECORD, json.dumps(record, indent=1).encode() + b"\n")
 
 
