@@ -250,7 +250,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     steps = parser.add_subparsers(dest="step", required=True)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    steps.add_parser("version", help="print the version")
     steps.add_parser("prepare", help="set the version and date the changelog's section")
     steps.choices["prepare"].add_argument("--date", default=today)
     steps.add_parser("begin", help="after the release: begin the next version")
@@ -263,8 +262,6 @@ def main() -> None:
     asked, out = parser.parse_args(), ROOT / "dist"
     version = version_in(ROOT)
     match asked.step:
-        case "version":
-            print(version)
         case "prepare":
             print(prepare(ROOT, asked.date))
         case "begin":
