@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from pentameter.cli.main import main
 from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.train.timed import time_budget
+from pentameter.train.timed.size_law import best_rate, tuning_rate
 from pentameter.train.timed.time_kept import MovedEnd, TimeKept
 from pentameter.train.timed.trial import Pace
 
@@ -114,3 +117,51 @@ def test_what_is_refused(arguments, said):
 def test_without_a_time_a_text_is_trained_on_too():
     trainer = pm.Trainer("novel.txt", overrides={**TINY, "train.steps": 2}, quiet=True)
     assert (trainer.config.data.path, trainer.fit().step) == ("novel.txt", 2)
+
+
+@pytest.fixture
+def base():
+    """A run folder of a model of width 16, trained at a rate of 1e-2."""
+    rates = {"optimizer.learning_rate": 1e-2, "schedule.min_learning_rate": 1e-6}
+    tiny = {**TINY, **rates, "data.tokenizer": "char", "train.steps": 1}
+    pm.Trainer("novel.txt", overrides=tiny, run_dir="base", quiet=True).fit()
+    return "base"
+
+
+def tuned(source="novel.txt", **changes):
+    given = {"data.tokenizer": "char", "train.eval_interval": None, **changes}
+    return pm.Trainer(source, overrides=given, time="10m", init_from="base", run_dir="tuned")
+
+
+def test_a_model_is_tuned_at_a_rate_that_it_bears(base, capsys):
+    config = tuned().config
+    assert config.model.d_model == 16
+    rate = config.optimizer.learning_rate
+    assert rate == tuning_rate(16) == pytest.approx(0.3 * best_rate(16), rel=1e-2)
+    assert config.schedule.min_learning_rate <= config.optimizer.learning_rate / 10
+    assert config.schedule.warmup_steps == config.train.steps // 10
+    assert (
+        "rate    0.00509 at most: 0.3 of what random weights of width 16" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optimizer.learning_rate": 5e-3}, {"lora.rank": 4}, {"optimizer.learning_rate": 1}]
+)
+def test_a_rate_of_the_users_and_that_of_adapters_stay(base, changes):
+    rate = changes.get("optimizer.learning_rate", 1e-2)
+    assert tuned(**changes).config.optimizer.learning_rate == rate
+
+
+def test_a_lower_rate_of_the_models_stays(base):
+    path = Path("base/config.toml")
+    text = path.read_text()
+    path.write_text(text.replace("learning_rate = 0.01\n", "learning_rate = 1e-05\n", 1))
+    assert tuned().config.optimizer.learning_rate == 1e-5
+
+
+def test_a_file_of_the_users_says_its_rate_itself(base):
+    shutil.copy("base/config.toml", "mine.toml")
+    config = tuned("mine.toml", **{"data.path": "novel.txt"}).config
+    assert config.optimizer.learning_rate == 1e-2
+    assert tuned("base/config.toml").config.optimizer.learning_rate == tuning_rate(16)

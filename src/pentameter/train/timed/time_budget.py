@@ -36,12 +36,14 @@ from pentameter.parallel.precision import arithmetic
 from pentameter.planning.plan import auto_interval, make_plan
 from pentameter.train.timed.size_law import (
     SIZES,
+    TUNING_SHARE,
     Size,
     best_rate,
     best_size,
     best_vocabulary,
     sizes_within,
     step_tokens,
+    tuning_rate,
 )
 from pentameter.train.timed.trial import Pace, measure_pace
 
@@ -143,6 +145,7 @@ def choose_for_time(
     budget: TimeBudget,
     *,
     sizes: bool,
+    tunes: bool = False,
     progress: Progress = no_progress,
 ) -> Choice:
     """Choose settings for a run that ends within the budget, by a trial on this machine.
@@ -150,11 +153,13 @@ def choose_for_time(
     load: makes the configuration for given settings (dotted path → value).
     given: dotted paths that the user set, which stay as they are.
     sizes: True to choose vocabulary, model size, batch and learning rate, too, not only the length.
+    tunes: True for a run that begins with a model's weights, of which it is not known what they
+        bear: to choose the learning rate and its warm-up, too.
     progress: called while the data is prepared.
 
     Raises ConfigError if the time is too short for FEWEST_STEPS steps.
     """
-    chooser = _SizeChooser if sizes else _LengthChooser
+    chooser = _SizeChooser if sizes else _TuningChooser if tunes else _LengthChooser
     return chooser(load, given, budget, progress).choose()
 
 
@@ -169,6 +174,7 @@ class _LengthChooser:
         self._load, self._given, self._budget = load, frozenset(given), budget
         self._progress = progress
         self._settings: dict[str, Any] = {}
+        self._reason: tuple[str, ...] = ()
 
     def choose(self) -> Choice:
         """Open the data, time some steps, and return the settings for the steps that fit. Raises
@@ -176,7 +182,7 @@ class _LengthChooser:
         config = self._load(self._without_length())
         dataset = self._open(config)
         pace = self._measure(self._with_steps(config, FEWEST_STEPS), dataset)
-        return self._of_length(dataset, pace, ())
+        return self._of_length(dataset, pace, self._reason)
 
     def _open(self, config: Config) -> Dataset:
         return open_dataset(config.data, progress=self._progress)
@@ -262,6 +268,34 @@ class _LengthChooser:
             f"{duration(budget.asked)} are left"
         )
         return Choice(self._settings, config, (*reasons, length))
+
+
+class _TuningChooser(_LengthChooser):
+    """Chooses the learning rate and its warm-up for a run that begins with a model's weights,
+    besides the number of steps."""
+
+    def choose(self) -> Choice:
+        """Choose a rate that is not above the configuration's, and return the Choice with it. With
+        adapters, which begin anew, the rate stays. Raises ConfigError if too few steps fit."""
+        config = self._load(self._without_length())
+        rate = min(config.optimizer.learning_rate, tuning_rate(config.model.d_model))
+        if config.lora.rank is None and "optimizer.learning_rate" not in self._given:
+            lowest = min(config.schedule.min_learning_rate, rate / 10)
+            self._settings |= self._obeying(
+                {"optimizer.learning_rate": rate, "schedule.min_learning_rate": lowest}
+            )
+            self._reason = (
+                f"rate    {rate:g} at most: {TUNING_SHARE:g} of what random weights of width "
+                f"{config.model.d_model} bear, so that the model forgets little "
+                "(optimizer.learning_rate)",
+            )
+        return super().choose()
+
+    def _length(self, config: Config, steps: int) -> dict[str, Any]:
+        found = super()._length(config, steps)
+        if self._reason:
+            found |= self._obeying({"schedule.warmup_steps": max(1, steps // 10)})
+        return found
 
 
 class _MoreSteps(_LengthChooser):

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.config.files.command_source import PRESET_FOR_TEXT, configuration_of
-from pentameter.config.files.load import Overrides, flat_overrides, load_config
+from pentameter.config.files.load import (
+    Overrides,
+    flat_overrides,
+    load_config,
+    preset_names,
+)
 from pentameter.config.fingerprint import config_hash, not_the_training
 from pentameter.config.model.former_keys import former_path
 from pentameter.config.schema import Config
@@ -75,6 +80,7 @@ class TimedRun:
         self._asked = self._load({})
         self._folder = run_dir or Path("runs") / self._asked.name
         self._chooses_size = init_from is None and self._source == PRESET_FOR_TEXT
+        self._tunes = init_from is not None and _leaves_rate_open(self._source, init_from)
         self._settings: Mapping[str, Any] = {}
         self.goes_on_from: int | None = None
         """The step, before a shorter run's cool-down, from which this run goes on; None for a run
@@ -107,6 +113,7 @@ class TimedRun:
                 self._given,
                 self.budget,
                 sizes=self._chooses_size,
+                tunes=self._tunes,
                 progress=ProgressLines(say),
             )
         self._settings = chosen.settings
@@ -204,6 +211,16 @@ class TimedRun:
         if self.goes_on_from is not None:
             record |= {"goes_on_from": self.goes_on_from, "seconds_before": self.budget.before}
         write_atomic(self._folder / RECORD, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def _leaves_rate_open(source: str | Path | Config, init_from: Path) -> bool:
+    """Return True for a preset and for the configuration of the model in the folder `init_from`:
+    their learning rate is one for random weights. A user's own file says its rate itself."""
+    if isinstance(source, Config):
+        return False
+    return str(source) in preset_names() or Path(source).resolve().is_relative_to(
+        init_from.resolve()
+    )
 
 
 def check_timed(resume: str, n_processes: int) -> None:
