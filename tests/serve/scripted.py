@@ -17,6 +17,18 @@ from pentameter.serve.passes import Slots
 from pentameter.serve.worker import ServedModel
 
 CONTEXT = 512
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if reasoning_effort %}Effort {{ reasoning_effort }}: {% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+"""A chat template that shows tools, writes calls as Hermes does, and may think."""
 
 
 def byte_tokenizer(template: str) -> BpeTokenizer:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from pentameter.data.tokenizers.chat import CHATML_TEMPLATE, ChatTemplate
@@ -220,4 +218,15 @@ def test_whether_an_answer_begins_in_reasoning() -> None:
     assert form.begins_in_reasoning("Q: why?\nA: <think>\n")
     assert not form.begins_in_reasoning("Q: <think>\nA: ")
     assert not AnswerForm().begins_in_reasoning("<think>")
-    assert json.loads(CALL.arguments) == {"city": "Oslo"}
+
+
+def test_what_is_recognized_is_said() -> None:
+    assert TEMPLATES["Hermes"][1].described() == " (tools Hermes, reasoning <think>)"
+    assert TEMPLATES["gpt-oss"][1].described() == " (tools gpt-oss, reasoning analysis)"
+    assert TEMPLATES["no tools"][1].described() == ""
+
+
+def test_a_long_text_that_is_no_call_is_read_at_once() -> None:
+    text = "<|python_tag|>f.call(" + "a=bbbb" * 4000
+    assert form(LLAMA).read(text, is_whole=True) == Said(text)
+    assert form(HERMES).read("<tool_call>{" * 2000, is_whole=True).content.startswith("<tool_call>")

@@ -17,7 +17,7 @@ pytest.importorskip("openai", reason="the client is not installed")
 
 import openai
 from fastapi.testclient import TestClient
-from scripted import Speaker
+from scripted import TEMPLATE, Speaker
 
 from pentameter.data.tokenizers.chat import CHATML_TEMPLATE
 from pentameter.machine.address import LOOPBACK
@@ -26,17 +26,6 @@ from pentameter.serve.endpoints.requests import Limits
 from pentameter.serve.guard import Access
 from pentameter.serve.worker import Worker
 
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
-    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if reasoning_effort %}Effort {{ reasoning_effort }}: {% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
-    "{% endif %}{% endif %}"
-)
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {
     "type": "function",

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from pentameter.errors import did_you_mean, printable
+from pentameter.errors import ConfigError, did_you_mean, printable
 from pentameter.machine.address import PAGE_POLICY
 from pentameter.serve.continuation import Piece, TextRequest
 from pentameter.serve.endpoints.answers import Answer
@@ -245,6 +245,8 @@ def _described_error(error: Exception, limits: Limits | None) -> RequestError:
         return RequestError(message, 408, code="timeout")
     if isinstance(error, ServerBusyError):
         return RequestError(str(error), 503, code="server_stopping")
+    if isinstance(error, ConfigError):  # of a text that cannot have the form that was asked for
+        return RequestError(str(error), param="response_format", code="impossible_form")
     return RequestError(f"{type(error).__name__}: {error}", 500, code="failed")
 
 

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from pentameter.errors import CorruptError
+from pentameter.errors import ConfigError, CorruptError
 from pentameter.generation.loop import window_tokens
 from pentameter.generation.sampling import Floats, choose
 from pentameter.serve.chances import check_finite
@@ -131,13 +131,15 @@ class Batcher:
 
     def _draw(self, logits: dict[Continuation, Floats]) -> list[tuple[Continuation, Piece]]:
         """Sample each text's next token from its logits (V,), V the vocabulary size. A text with
-        non-finite logits gets an error."""
+        non-finite logits, or which no token may follow, gets an error."""
         pieces: list[tuple[Continuation, Piece]] = []
         groups: dict[object, list[Continuation]] = {}
+        possible: dict[Continuation, Floats] = {}
         for continuation, of_text in logits.items():
             try:
                 check_finite(of_text)
-            except CorruptError as error:
+                possible[continuation] = continuation.possible(of_text)
+            except (CorruptError, ConfigError) as error:
                 self._release(continuation)
                 failed = Piece(n_tokens=len(continuation.tokens), error=error)
                 pieces.append((continuation, failed))
@@ -149,7 +151,7 @@ class Batcher:
                 groups.setdefault(continuation.asked.sampling, []).append(continuation)
         for group in groups.values():
             uniforms = np.array([continuation.uniform for continuation in group])
-            rows = np.stack([logits[continuation] for continuation in group])
+            rows = np.stack([possible[continuation] for continuation in group])
             tokens = choose(rows, group[0].asked.sampling, uniforms)
             for continuation, token in zip(group, tokens.tolist(), strict=True):
                 piece = continuation.push(token, logits[continuation])

@@ -15,6 +15,7 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.generation.detokenizer import Decodes, Detokenizer
 from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_numbers
 from pentameter.serve.chances import Chance, Echo, TokenChance, chance_of
+from pentameter.serve.constraints import Constraint
 
 _DRAWS_AT_ONCE = 256
 _FEW = 16  # tokens whose text is remembered; more are a row of bytes, which hardly comes again
@@ -30,8 +31,8 @@ class Piece:
     n_tokens: int = 0
     """Tokens sampled so far, over all pieces."""
     finish_reason: str | None = None
-    """`stop` (an end token or a stop string), `length` (max_tokens), or None while the text goes
-    on."""
+    """`stop` (an end token, a stop string, a grammar that lets nothing follow), `length`
+    (max_tokens), or None while the text goes on."""
     error: Exception | None = None
     """The error that ended the text; None without one."""
 
@@ -69,6 +70,8 @@ class TextRequest:
     n_rivals: int | None = None
     """Number of likeliest tokens to report with each token; None to report no probabilities
     at all."""
+    constraint: Constraint | None = None
+    """The grammar to which the text is held; None for any text."""
     follows_text: bool = True
     """True if the text is shown directly behind its prompt: a space that separates the two is then
     kept."""
@@ -97,6 +100,7 @@ class Continuation:
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self._n_before = 0  # characters of the prompt that are shown before this text
+        self._held = None if asked.constraint is None else asked.constraint.begin()
         self._uniforms = np.empty(0)  # for the next tokens, some at a time
         self.echo = None
         if asked.echo_from is not None:
@@ -119,6 +123,13 @@ class Continuation:
             self._uniforms = uniform_numbers(asked.seed, [asked.sample], positions)[0]
         return float(self._uniforms[number])
 
+    def possible(self, logits: Floats) -> Floats:
+        """Return logits (V,) with minus infinity for each token that the text's grammar forbids.
+        Raises ConfigError if it forbids all."""
+        if self._held is None:
+            return logits
+        return np.where(self._held.allowed(self.asked.ends), logits, -np.inf)
+
     def push(self, token: int, logits: Floats) -> Piece:
         """Append a token, sampled from logits (V,), and return the text that can be sent now. Sets
         `finish_reason` if the text ends."""
@@ -130,7 +141,9 @@ class Continuation:
         self.tokens.append(token)
         self._text += self._detokenizer.push(token)
         is_last = len(self.tokens) == asked.max_tokens
-        if self._detokenizer.is_ended:
+        if self._held is not None and not self._detokenizer.is_ended:
+            self._held.push(token)
+        if self._detokenizer.is_ended or (self._held is not None and self._held.is_complete):
             self.finish_reason = "stop"
         elif is_last:
             self.finish_reason = "length"

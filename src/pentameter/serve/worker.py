@@ -30,6 +30,7 @@ from pentameter.formatting import size
 from pentameter.model.gpt import GPT
 from pentameter.serve.answer_forms.recognizing import AnswerForm, recognized
 from pentameter.serve.batching import Batcher
+from pentameter.serve.constraints import Constraints
 from pentameter.serve.continuation import CachedDecoder, Continuation, Piece, TextRequest
 from pentameter.serve.passes import Slots
 
@@ -69,17 +70,20 @@ class ServedModel:
         self._lock = threading.Lock()
 
     def described(self) -> str:
-        """Return a line to print about this model: its context length, slots and cache size, and
-        whether texts are computed in common passes."""
+        """Return a line to print about this model: its context length, what answers by its chat
+        template may hold, slots and cache size, and whether texts are computed in common
+        passes."""
         shapes, cache = self.slots.shapes, size(self.slots.cache_bytes)
         how = (
             "each in a pass of its own: on this machine, passes over several round differently"
             if shapes.batch_sizes == (1,)
             else f"in passes over {', '.join(map(str, shapes.batch_sizes))}, which round alike"
         )
-        chat = "with" if self.tokenizer.chat is not None else "without"
+        chat = "without chat template"
+        if self.tokenizer.chat is not None:
+            chat = f"with chat template{self.answer_form.described()}"
         return (
-            f"context {self.context_length}, {chat} chat template; {self.n_slots} texts at once, "
+            f"context {self.context_length}, {chat}; {self.n_slots} texts at once, "
             f"{how}; cache {cache}"
         )
 
@@ -115,6 +119,12 @@ class ServedModel:
         assert self.tokenizer.chat is not None
         ends = [self.tokenizer.decode([each]) for each in self.ends_of_answers]
         return recognized(self.tokenizer.chat, self.render, ends)
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        """What compiles the grammars to which answers are held. Raises ConfigError if it cannot,
+        for want of a package or as of the tokenizer."""
+        return Constraints(self.tokenizer)
 
     def close(self) -> None:
         """End the child process that renders chat templates."""

@@ -74,6 +74,13 @@ class Tokenizer(ABC):
         them."""
         return ()
 
+    @cached_property
+    def token_bytes(self) -> Sequence[bytes] | None:
+        """The bytes that each token adds to a text, by id; empty for special tokens, which are no
+        text, and ids that no token has. None if what a token adds depends on its neighbours. Only
+        the space with which a whole text begins may be missing when it is decoded."""
+        return None
+
     @property
     def shown_prefix(self) -> str:
         """The prefix for a message, such as `'<s>'`; "no token" for none."""

@@ -80,6 +80,15 @@ class BpeTokenizer(LibraryBacked):
             if len(token) > 1 and token not in made
         }
 
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each token, by id; empty for special tokens."""
+        special = {*self.special_tokens.values(), self.end_of_text}
+        return [
+            b"" if number in special else bytes(map(BYTE_CHARACTERS.__getitem__, token))
+            for number, token in enumerate(self.tokens)
+        ]
+
     @classmethod
     def from_vocabulary(cls, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> Self:
         """Build a tokenizer from a token → id mapping (`encoder.json`, `vocab.json`) and its

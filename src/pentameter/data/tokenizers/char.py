@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -113,6 +114,11 @@ class CharTokenizer(Tokenizer):
     def _ranks(self) -> dict[str, int]:
         """Character → id."""
         return {character: number for number, character in enumerate(self.characters)}
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The UTF-8 of each character, by id."""
+        return [character.encode() for character in self.characters]
 
     def encode(self, text: str) -> Ids:
         """Return token ids (n_characters,), int64.

@@ -14,14 +14,14 @@ import binascii
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
 import numpy.typing as npt
 
 from pentameter.data.tokenizers.base import Content, Encoded, End, Ids, LibraryBacked
-from pentameter.data.tokenizers.bpe import refuse_surrogates
+from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, refuse_surrogates
 from pentameter.data.tokenizers.recognizing import (
     Recognizer,
     ids_of,
@@ -129,6 +129,45 @@ def _replacements(encoded: str) -> list[str]:
     return table[4 + size :].decode(errors="replace").split("\0")
 
 
+def _spelling(decoder: Any) -> Callable[[str], bytes] | None:
+    """Return what gives the bytes of a token, as the parsed `decoder` of a `tokenizer.json` writes
+    it in any text; None if it writes a token by its neighbours, or in a way that is not known."""
+    steps, spaces, joins_bytes = [*_flat(decoder)], set[str](), False
+    if [step.get("type") for step in steps] == ["ByteLevel"]:
+        return _byte_level
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(mark)}, "content": " "} if (
+                len(mark) == 1
+            ):
+                spaces.add(mark)
+            case {"type": "Metaspace", "replacement": str(mark)}:
+                spaces.add(mark)
+            case {"type": "ByteFallback"}:
+                joins_bytes = True
+            case {"type": "Fuse"} | {"type": "Strip", "content": " ", "start": 0 | 1, "stop": 0}:
+                pass
+            case _:
+                return None
+
+    def spell(token: str) -> bytes:
+        if joins_bytes and _BYTE.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        for mark in spaces:
+            token = token.replace(mark, " ")
+        return token.encode()
+
+    return spell if steps else None  # without a decoder, tokens are joined by spaces
+
+
+def _byte_level(token: str) -> bytes:
+    """Return the bytes of a token in GPT-2's alphabet; those of its text if it is not in it, as
+    added tokens are."""
+    if BYTE_CHARACTERS.keys() >= set(token):
+        return bytes(map(BYTE_CHARACTERS.__getitem__, token))
+    return token.encode()
+
+
 def _encoded(library: Any, texts: Sequence[str], has_offsets: bool) -> list[Encoded]:
     """Return each text's tokens by the library's tokenizer, `library`, on its threads. Without
     `has_offsets` there are no offsets, which is faster."""
@@ -193,6 +232,16 @@ class LibraryTokenizer(LibraryBacked):
         texts = (token["content"] for token in self.content.get("added_tokens") or [])
         ids = {self._library.token_to_id(text) for text in texts}
         return super().added_ids | (ids - {None})
+
+    @cached_property
+    def token_bytes(self) -> list[bytes] | None:
+        """The bytes of each token by id, as the decoder makes them; see Tokenizer."""
+        spell = _spelling(self.content.get("decoder"))
+        if spell is None:
+            return None
+        special = {*self.special_tokens.values(), self.end_of_text}
+        texts = ("" if n in special else self.token(n) or "" for n in range(self.vocab_size))
+        return list(map(spell, texts))
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:

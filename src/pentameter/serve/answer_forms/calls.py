@@ -130,11 +130,10 @@ def _llama(text: str, start: int) -> tuple[list[Call], int]:
     return [call_of(value, key)], end
 
 
-_STRING = r'"(?:[^"\\]|\\.)*"'
-_ARGUMENT = re.compile(rf"(\w+)\s*=\s*({_STRING}|[\w.+-]+)", re.DOTALL)
-_IN_PYTHON = re.compile(
-    rf"\s*(\w+)\.call\((\s*(?:{_ARGUMENT.pattern.replace('(', '(?:', 1)}\s*,?\s*)*)\)", re.DOTALL
-)
+_VALUE = r'"(?:[^"\\]|\\.)*"|[\w.+-]+'
+_ARGUMENT = re.compile(rf"(\w+)\s*=\s*({_VALUE})", re.DOTALL)
+_ONE = rf"\w+\s*=\s*(?:{_VALUE})"
+_IN_PYTHON = re.compile(rf"\s*(\w+)\.call\(\s*((?:{_ONE}(?:\s*,\s*{_ONE})*)?)\s*\)", re.DOTALL)
 
 
 def _llama_tagged(text: str, start: int) -> tuple[list[Call], int]:

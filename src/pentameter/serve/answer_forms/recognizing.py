@@ -65,6 +65,16 @@ class AnswerForm:
     shows_tools: bool = False
     """Whether the template shows a model the tools that it may call."""
 
+    def described(self) -> str:
+        """Return what was recognized, for a line that is printed; empty if nothing was."""
+        calls = "gpt-oss" if self.has_channels else self.calls.name if self.calls else None
+        known = {
+            "tools": calls if self.shows_tools and self.writing else None,
+            "reasoning": "analysis" if self.has_channels else self.tags and self.tags[0],
+        }
+        found = ", ".join(f"{name} {value}" for name, value in known.items() if value)
+        return f" ({found})" if found else ""
+
     def reader(self, prompt: str, *, has_tools: bool) -> Reads:
         """Return what reads the answer to a rendered `prompt`, of which the end is enough; calls
         are told from content if `has_tools`."""

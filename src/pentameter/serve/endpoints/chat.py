@@ -11,12 +11,22 @@ from pydantic import Field
 from pentameter.data.messages import normalized
 from pentameter.errors import ConfigError
 from pentameter.generation.prompts import encode_messages
+from pentameter.generation.sampling import Tokens
 from pentameter.serve.answer_forms.said import Reads, Said
+from pentameter.serve.constraints import Constraint
 from pentameter.serve.continuation import Piece, TextRequest
 from pentameter.serve.endpoints.answers import Answer, ChoicesAnswer
 from pentameter.serve.endpoints.parsing import RequestError
 from pentameter.serve.endpoints.requests import MOST_RIVALS, Limits, TextsRequest
-from pentameter.serve.endpoints.tools import Effort, Tool, offered, template_variables
+from pentameter.serve.endpoints.tools import (
+    Effort,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    constraint,
+    offered,
+    template_variables,
+)
 from pentameter.serve.worker import Job, ServedModel
 
 
@@ -28,7 +38,8 @@ class ChatRequest(TextsRequest):
     prompt_field = "messages"
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -57,6 +68,8 @@ class ChatRequest(TextsRequest):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice is given without tools", param="tool_choice")
         tools = offered(self.tools or [], served) if self.may_call else None
         variables = template_variables(
             tokenizer.chat, self.chat_template_kwargs, self.reasoning_effort
@@ -72,8 +85,24 @@ class ChatRequest(TextsRequest):
         n_tokens = min(self.most_tokens or room, room)
         rivals = (self.top_logprobs or 0) if self.logprobs else None
         return self.asked_texts(
-            ids, n_tokens, served, limits, ends=ends, n_rivals=rivals, follows_text=False
+            ids,
+            n_tokens,
+            served,
+            limits,
+            ends=ends,
+            n_rivals=rivals,
+            constraint=self._constraint(ids, served),
+            follows_text=False,
         )
+
+    def _constraint(self, ids: Tokens, served: ServedModel) -> Constraint | None:
+        """Return the grammar to which the answer to a prompt with token ids (n,) is held; None if
+        any text may be one. Raises RequestError if it cannot be."""
+        schema = None
+        if self.response_format is not None:
+            schema = self.response_format.schema_of_content()
+        tools = self.tools if self.may_call else None
+        return constraint(served, end_of_prompt(served, ids), schema, tools, self.tool_choice)
 
     def answer(self, job: Job) -> Answer:
         """Return the answer to this request, whose texts are those of `job`."""
@@ -86,7 +115,12 @@ class ChatRequest(TextsRequest):
 
 
 _PROMPT_END = 32
-"""Last tokens of a prompt by which it is told whether its answer begins within reasoning."""
+
+
+def end_of_prompt(served: ServedModel, ids: Tokens) -> str:
+    """Return the end of a prompt with token ids (n,), which shows whether its answer begins within
+    reasoning."""
+    return served.tokenizer.decode(ids[-_PROMPT_END:])
 
 
 class Spoken:
@@ -120,9 +154,8 @@ class Spoken:
 
 def reader_of(job: Job, *, has_tools: bool) -> Reads:
     """Return what reads the answers of `job`, and their calls of tools if `has_tools`."""
-    prompt = job.texts[0].asked.prompt[-_PROMPT_END:]
-    form, end = job.served.answer_form, job.served.tokenizer.decode(prompt)
-    return form.reader(end, has_tools=has_tools)
+    end = end_of_prompt(job.served, job.texts[0].asked.prompt)
+    return job.served.answer_form.reader(end, has_tools=has_tools)
 
 
 class ChatAnswer(ChoicesAnswer):

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pentameter.data.tokenizers.chat import ChatTemplate
-from pentameter.errors import printable
+from pentameter.errors import ConfigError, printable
 from pentameter.serve.answer_forms.calls import FORMS
+from pentameter.serve.answer_forms.grammars import AnswerGrammar
+from pentameter.serve.constraints import Constraint
 from pentameter.serve.endpoints.parsing import RequestError
 from pentameter.serve.worker import ServedModel
 
@@ -34,6 +36,37 @@ class Tool(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     type: Literal["function"]
     function: Function
+
+
+class Schema(BaseModel):
+    """A JSON schema by which an answer is to be written. `strict` changes nothing: it always is."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str | None = None
+    description: str | None = None
+    of_content: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The form in which an answer is to be written: any text, a JSON object, or JSON by a
+    schema."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    def schema_of_content(self) -> dict[str, Any] | bool | None:
+        """Return the JSON schema of the answer's content; None for any text. Raises RequestError if
+        it is missing."""
+        if self.type != "json_schema":
+            return {"type": "object"} if self.type == "json_object" else None
+        if self.json_schema is None:
+            raise RequestError(
+                "response_format.json_schema is missing, which has the schema",
+                param="response_format",
+            )
+        return self.json_schema.of_content
 
 
 class Named(BaseModel):
@@ -69,6 +102,48 @@ def offered(tools: Sequence[Tool], served: ServedModel) -> list[dict[str, Any]]:
             param="tools",
         )
     return [each.model_dump(exclude_unset=True, exclude_none=True) for each in tools]
+
+
+def constraint(
+    served: ServedModel,
+    prompt_end: str,
+    schema: dict[str, Any] | bool | None,
+    tools: Sequence[Tool] | None,
+    choice: str | NamedTool | None,
+) -> Constraint | None:
+    """Return the grammar to which an answer is held; None if any text may be one.
+
+    prompt_end: end of the rendered prompt.
+    schema: the JSON schema of the content, None for any.
+    tools: those that the answer may call, None for none.
+    choice: which of them it has to call: "required" for any; "auto" for none, or any if there is a
+        schema, by which it may write instead.
+
+    Raises RequestError if llguidance is missing, cannot serve this tokenizer, or refuses a schema.
+    """
+    known = {
+        each.function.name: {"type": "object"} | (each.function.parameters or {})
+        for each in tools or ()
+    }
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in known:
+            raise RequestError(
+                f"tool_choice names {choice.function.name!r}, which is none of the tools: "
+                + ", ".join(known),
+                param="tool_choice",
+            )
+        known = {choice.function.name: known[choice.function.name]}
+    is_forced = choice is not None and choice != "auto" and bool(known)
+    if is_forced:
+        schema = None
+    elif schema is None:
+        return None
+    grammar = AnswerGrammar(served.answer_form, served.tokenizer.special_tokens, prompt_end)
+    try:
+        return served.constraints.compiled(grammar.of(schema, known))
+    except ConfigError as error:
+        param = "tool_choice" if is_forced else "response_format"
+        raise RequestError(f"{param}: {error}", param=param) from error
 
 
 def template_variables(
