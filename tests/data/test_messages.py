@@ -259,3 +259,15 @@ def test_templates_that_ask_with_what_they_do_not_write_are_known():
             found[family] = unlike_its_prompt(template, rendering.text)
     assert "asks for an answer with '<|Assistant|><think>\\n'" in found.pop("r1")
     assert set(found.values()) == {None}
+
+
+def test_a_call_without_content_is_written_where_its_result_follows():
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}"
+        "{{ m.content.split('</think>')[-1] }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{{ m.content }};{% endfor %}"
+    )
+    messages = normalized([ASKED, calls({"city": "Bern"}, content=None), says("tool", "rain")])
+    with Rendering(ChatTemplate(source)) as rendering:
+        assert '{"city": "Bern"};rain;' in rendering.text(RenderRequest(messages))

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from pentameter.data.messages import ARGUMENTS_TEXT
@@ -24,6 +25,7 @@ _PROBE = {"name": "probe", "description": "-", "parameters": _PARAMETERS}
 TOOL = {"type": "function", "function": _PROBE}
 _ANSWER = {"role": "assistant", "content": "4"}
 _ARGUMENTS = {"cell": 7}
+_RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "probe", "content": "4"}
 _NO_CONTENTS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
 _LAST_VISIBLE = re.compile(r"(?<=\S)(?=\s*\Z)")
 
@@ -53,8 +55,9 @@ def forms_of(render: Render) -> Forms:
     it."""
     parts = frozenset(role for role in ("system", "user", "assistant") if _writes(render, role))
     text = json.dumps(_ARGUMENTS)
-    for no_content in _NO_CONTENTS:
-        objects, texts = (_called(render, no_content, each) for each in (_ARGUMENTS, text))
+    # Some templates read an answer's content only once something follows it.
+    for behind, no_content in product(((_RESULT,), ()), _NO_CONTENTS):
+        objects, texts = (_called(render, no_content, each, behind) for each in (_ARGUMENTS, text))
         is_object = "cell" in objects and "{'cell'" not in objects
         if is_object or text in texts:
             return Forms(parts, no_content, is_object, text in texts)
@@ -71,10 +74,18 @@ def _writes(render: Render, role: str) -> bool:
     return all(part["text"] in text for part in said) and not re.search("['\"]text['\"]", text)
 
 
-def _called(render: Render, no_content: Mapping[str, Any], arguments: Any) -> str:
+def _called(
+    render: Render,
+    no_content: Mapping[str, Any],
+    arguments: Any,
+    behind: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return a call of a tool as a template writes it, with the messages `behind` it; empty if it
+    writes none."""
     function = {"name": "probe", "arguments": arguments}
     call = {"id": "abcdefghi", "type": "function", "function": function}
-    text = render([QUESTION, {"role": "assistant", **no_content, "tool_calls": [call]}]) or ""
+    answer = {"role": "assistant", **no_content, "tool_calls": [call]}
+    text = render([QUESTION, answer, *behind]) or ""
     return text if "probe" in text else ""
 
 
