@@ -16,7 +16,7 @@ from pentameter.model.gpt import GPT, build_model
 from pentameter.serve.passes import Slots
 from pentameter.serve.worker import ServedModel
 
-CONTEXT = 512
+CONTEXT = 640
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

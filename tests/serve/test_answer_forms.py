@@ -47,6 +47,7 @@ ANSWERS: dict[str, tuple[Reads, str, Said]] = {
     ),
     "Hermes, text behind": (form(HERMES), f"A\n{TAGGED}\nB ", Said("A\nB", "", [CALL])),
     "Hermes, without an end": (form(HERMES), f"<tool_call>{OBJECT}", Said(calls=[CALL])),
+    "Hermes, cut in its end": (form(HERMES), TAGGED[:-3], Said(calls=[CALL])),
     "Hermes, cut": (form(HERMES), "A <tool_call>{'na", Said("A <tool_call>{'na")),
     "Hermes, brackets in text": (
         form(HERMES),

@@ -60,7 +60,7 @@ class CallForm:
                 continue
             content = _joined(content, text[start:at].rstrip(), calls)
             calls += found
-            start = look = self._behind(text, end, is_whole=is_whole)
+            start = look = self._behind(text, end)
         return Said(_joined(content, part, calls), calls=calls)
 
     def _next(self, text: str, start: int) -> tuple[int, str]:
@@ -74,13 +74,13 @@ class CallForm:
         places = [(at, each) for each in self.openings if (at := text.find(each, start)) >= 0]
         return min(places, default=(-1, ""))
 
-    def _behind(self, text: str, end: int, *, is_whole: bool) -> int:
-        """Return the index behind a call that ends at `end`, and behind its closing text."""
+    def _behind(self, text: str, end: int) -> int:
+        """Return the index behind a call that ends at `end`, and behind its closing text, or what
+        there is of it."""
         at = after_space(text, end)
         if text.startswith(self.closing, at):
             return at + len(self.closing)
-        is_begun = not is_whole and self.closing.startswith(text[at:])
-        return len(text) if is_begun else end
+        return len(text) if self.closing.startswith(text[at:]) else end
 
 
 def _joined(content: str, part: str, calls: Sequence[Call]) -> str:
