@@ -87,12 +87,12 @@ def _conversation(record: Mapping[str, Any], chosen: str, where: str) -> Convers
     """Return a record as a Chat, or as an Exchange if its form is a pair of texts that stay plain.
     `chosen` is `data.form`. Raises BadRowError, at `where`, for one that has no form, or something
     else than its form says."""
-    keys = sorted(key for key, value in record.items() if value is not None)
+    keys = [key for key, value in record.items() if value is not None]
     form = form_of(keys, chosen, where)
     if form is None:
         expected = "any form" if chosen == AUTO else f"the form {chosen!r}"
         raise BadRowError(
-            f"{where} is no conversation: its keys are {keys}, not those of {expected}"
+            f"{where} is no conversation: its keys are {sorted(keys)}, not those of {expected}"
         )
     if form.is_plain and isinstance(record[form.answer], str):
         return _exchange(record, form, where)

@@ -121,7 +121,7 @@ def form_of(keys: Iterable[str], chosen: str, where: str) -> Form | None:
 
     Raises BadRowError, at `where`, if two forms fit, or if one that is not read does.
     """
-    found = _fitting(frozenset(keys) & _known_keys(), chosen)
+    found = _fitting(_known_keys().intersection(keys), chosen)
     if len(found) > 1:
         raise BadRowError(
             f"{where} fits {len(found)} forms: "
@@ -172,7 +172,7 @@ def messages_of(record: Mapping[str, Any], form: Form) -> tuple[list[Any], int]:
     else:
         said = _asked_and_answered(record, form)
     system = _system(record)
-    if system and said and isinstance(said[0], Mapping) and said[0].get("role") == "system":
+    if system and said and isinstance(said[0], dict) and said[0].get("role") == "system":
         if said[0].get("content") != system:
             raise ConfigError(
                 f"two system messages, {system!r:.40} beside the conversation and "
@@ -197,7 +197,7 @@ def _message(message: Any, number: int) -> Any:
     """Return a message with role and content under OpenAI's names, and the role in OpenAI's word
     for it; what is no message as it is. Raises ConfigError for a role that is not known, unless it
     stands under OpenAI's name: a template may know it."""
-    if not isinstance(message, Mapping):
+    if not isinstance(message, dict) or _is_openais(message):
         return message
     table, found, ours = _table(), dict(message), dict[str, Any]()
     for key, names in table["message"].items():
@@ -239,6 +239,23 @@ def _of_parts(content: Any, number: int) -> dict[str, Any]:
         else "".join(values)
         for key, values in found.items()
     }
+
+
+def _is_openais(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has OpenAI's names and roles already, as most do."""
+    role = message.get("role")
+    return (
+        isinstance(role, str)
+        and _roles().get(role) == role
+        and _other_names().isdisjoint(message)
+        and not isinstance(message.get("content"), list)
+    )
+
+
+@cache
+def _other_names() -> frozenset[str]:
+    """Return the names that keys of a message have beside OpenAI's."""
+    return frozenset(name for names in _table()["message"].values() for name in names[1:])
 
 
 @cache
