@@ -70,6 +70,20 @@ def test_what_is_hopelessly_late_still_cools_down_after_its_warm_up():
     assert WARM_UP + end.cooldown_steps <= end.steps == step + 1
 
 
+def test_a_run_that_goes_on_shortly_before_its_cool_down_is_corrected_there():
+    run, begun = Run(begun_at=STEPS - COOL_DOWN - 3), STEPS - COOL_DOWN - 3
+    budget = SimpleNamespace(seconds=100.0, left=100.0, closing_seconds=0.0)
+    kept = TimeKept(budget, begins_at=begun)
+    kept.on_start(run)
+    kept._starting_seconds = 0.0
+    for step in range(begun + 1, begun + 4):
+        assert kept.moved is None
+        budget.left -= 0.5
+        kept.on_step(run, StepMetrics(step, 0, 0, 1.0, 1e-3, 1.0, 0.5, 1.0, None, 0, 0.0))
+    assert kept.moved.steps == begun + 3 + 197
+    assert kept.moved.cooldown_steps == COOL_DOWN
+
+
 def test_other_schedules_and_runs_begun_before_keep_their_end():
     assert moved(Run(name="cosine", cooldown_steps=None), 2.0, asked=100.0) == (None, STEPS)
     assert moved(Run(begun_at=3), 2.0, asked=100.0) == (None, STEPS)

@@ -102,7 +102,7 @@ class TimeKept:
         assert cools_at is not None
         if self.moved is not None or not schedule.warmup_steps <= step <= cools_at:
             return None
-        if len(self._recent) < min(10, cools_at - 1):
+        if len(self._recent) < min(10, cools_at - self._begins_at - 1):
             return None
         interval = run.config.train.eval_interval
         pace = median(self._recent)
