@@ -314,7 +314,7 @@ def test_both_of_an_exclusive_pair_at_once_is_refused():
         (["--train.zzqq", "4"], "train has steps, epochs, batch_size"),
         (
             ["--model.feed-forward.activation", "gleu"],
-            "geglu, swiglu_clamped; did you mean gelu?",
+            "geglu, geglu_tanh, swiglu_clamped; did you mean gelu?",
         ),
         (
             ["--model.attention.n_heads", "5"],

@@ -16,6 +16,14 @@ from pentameter.config.model.former_keys import former_path
 from pentameter.config.schema import Config
 from pentameter.config.tables import packaged_table
 
+ADDED_TO_THE_MODEL = (
+    "model.window_rope_theta",
+    "model.nope_layers",
+    "model.attention.score_size",
+    "model.attention.out_bias",
+)
+"""Keys of `[model]` that are None in models as they were before there were such keys."""
+
 
 @cache
 def not_the_training() -> Mapping[str, str]:
@@ -48,10 +56,14 @@ def defining_values(config: Config) -> dict[str, Any]:
     for path in ("data.sources", "data.chat_template", "train.matmuls"):  # as above
         if not values[path]:
             del values[path]
-    usual = {"template_date": TEMPLATE_DATE, **{k: FILE_DEFAULTS[k] for k in ("form", "bad_rows")}}
-    for key, value in usual.items():
-        if values[f"data.{key}"] == value:  # as above
-            del values[f"data.{key}"]
+    usual: dict[str, Any] = {
+        "data.template_date": TEMPLATE_DATE,
+        **{f"data.{key}": FILE_DEFAULTS[key] for key in ("form", "bad_rows")},
+        **dict.fromkeys(ADDED_TO_THE_MODEL),
+    }
+    for path, value in usual.items():
+        if values[path] == value:  # as above
+            del values[path]
     if config.train.stream == "weights":  # as above
         del values["train.stream"]
     if config.lora.rank is None:  # as above
