@@ -322,3 +322,21 @@ def test_added_tokens_keep_their_ids_and_are_named(tmp_path):
     assert stored.tokenizer.decode([theirs.pad_token_id]) == "[PAD]"
     assert len(warnings) == 1
     assert "[PAD]" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "drawn"),
+    [(1.0, {}), (0.0, {"do_sample": False}), (0.7, {"do_sample": True, "temperature": 0.7})],
+)
+def test_generation_there_knows_how_far_and_how(tmp_path, temperature, drawn):
+    config = configuration()
+    train = config.train.model_copy(update={"sample_temperature": temperature})
+    saved(tmp_path / "run", config.model_copy(update={"train": train}))
+    export_hf(open_model(tmp_path / "run"), tmp_path / "hf")
+    theirs = open_there(tmp_path / "hf").generation_config
+    end = BPE.end_of_text
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (end, end, end)
+    assert theirs.max_length == 24
+    said = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    keys = ("do_sample", "temperature", "top_k", "top_p")
+    assert {key: said[key] for key in keys if key in said} == drawn

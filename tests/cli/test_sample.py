@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pentameter.checkpoint.folders.model_folder import StoredModel, save_model
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.state.state_dicts import model_state
@@ -286,3 +287,20 @@ def test_a_system_message_comes_before_the_prompt(
     assert capsys.readouterr().out == f"{answer}\n"
     with pytest.raises(ConfigError, match=r"--system 'cab' .* needs --chat"):
         run([run_folder, "--system", "cab", "--prompt", "bad"])
+
+
+def test_a_model_s_own_settings_hold_until_others_are_given(
+    model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = CharTokenizer(TOKENIZER.characters)
+    said = {"do_sample": True, "temperature": 0.25, "top_k": 4}
+    tokenizer.published = {"generation_config.json": json.dumps(said)}
+    stored = StoredModel(tmp_path, CONFIG, tokenizer, model_state(model), (), None)
+    folder = str(save_model(stored, tmp_path / "published"))
+    command = ["sample", folder, "--prompt", "bad ", "--max-new-tokens", "25", "--seed", "3"]
+    assert main(command) == 0
+    found, line = capsys.readouterr()
+    assert "temperature=0.25, top_k=4, as the model was published with" in line
+    explicit = [*command, "--temperature", "0.25", "--top-k", "4"]
+    assert main(explicit) == 0
+    assert capsys.readouterr() == (found, "")

@@ -16,6 +16,7 @@ from pentameter.generation.sampling import (
     keep_top_k,
     keep_top_p,
     uniform_numbers,
+    usual_sampling,
 )
 
 weights = st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any)
@@ -116,3 +117,26 @@ def test_uniform_numbers_depend_on_seed_sample_and_position_alone() -> None:
     assert not np.isin(uniform_numbers(4, range(4), positions), all_of_them).any()
     # Mean of 1980 uniforms: standard deviation 0.2887 / √1980 = 0.0065.
     assert abs(all_of_them.mean() - 0.5) < 4 * 0.0065
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95}', (0.6, 20, 0.95)),
+        ('{"temperature": 0.6}', (0.6, None, None)),
+        ('{"do_sample": true, "top_k": 0, "temperature": null}', (1.0, None, None)),
+        ('{"do_sample": false, "temperature": 0.6}', (1.0, None, None)),
+        ('{"temperature": -1}', (1.0, None, None)),
+        ('{"temperature": "hot"}', (1.0, None, None)),
+        ('{"top_p": true}', (1.0, None, None)),
+        ("[]", (1.0, None, None)),
+        ("no JSON", (1.0, None, None)),
+    ],
+)
+def test_settings_that_a_model_was_published_with(said, expected):
+    found = usual_sampling({"generation_config.json": said})
+    assert (found.temperature, found.top_k, found.top_p) == expected
+
+
+def test_a_model_published_without_settings_has_the_usual_ones():
+    assert usual_sampling({}) == Sampling()

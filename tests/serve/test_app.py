@@ -96,6 +96,22 @@ def test_a_completion_is_what_sample_writes(client: TestClient) -> None:
     assert complete(client)["choices"][0]["text"] == complete(client)["choices"][0]["text"]
 
 
+def test_without_settings_a_model_s_own_are_taken() -> None:
+    tokenizer = CharTokenizer("\n abcdefgh")
+    said = {"do_sample": True, "temperature": 0.5, "top_k": 3}
+    tokenizer.published = {"generation_config.json": json.dumps(said)}
+    with client_of(served("plain", tokenizer)) as client:
+        for asked, meant in (
+            ({}, {"temperature": 0.5, "top_k": 3}),
+            ({"temperature": None, "top_p": 0.9}, {"temperature": 0.5, "top_k": 3, "top_p": 0.9}),
+            ({"temperature": 2, "top_k": 0}, {"temperature": 2}),
+        ):
+            settings = {"max_new_tokens": 30, "seed": 4, **meant}
+            (expected,) = generate(make_model(), TOKENIZER, "ab", **settings)
+            answer = complete(client, max_tokens=30, seed=4, **asked)
+            assert answer["choices"][0]["text"] == expected, asked
+
+
 def test_several_prompts_and_samples(client: TestClient) -> None:
     expected = [
         text

@@ -8,8 +8,8 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -61,8 +61,10 @@ class SampleArguments:
     layer of a mixture of experts."""
     max_new_tokens: int = 256
     """Tokens per sample. Past the model's context length only the last tokens are seen."""
-    temperature: float = 1.0
-    """Below 1 likelier tokens are preferred; 0 always takes the likeliest."""
+    temperature: float | None = None
+    """Below 1 likelier tokens are preferred; 0 always takes the likeliest. Absent, it is 1. Where a
+    model came with a generation_config.json, absent ones of --temperature, --top-k and --top-p are
+    its own, and a line says so."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
     """Keep only the K likeliest tokens."""
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
@@ -90,15 +92,19 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(
             f"--system {asked.system!r} is a message of a conversation: it needs --chat"
         )
+    given = {
+        key: value
+        for key in ("temperature", "top_k", "top_p")
+        if (value := getattr(asked, key)) is not None
+    }
     settings = Generation(
-        asked.temperature,
-        asked.top_k,
-        asked.top_p,
+        **given,
         max_new_tokens=asked.max_new_tokens,
         num_samples=asked.num_samples,
         seed=asked.seed,
     )
     loaded = load_for_verb(asked.model, device_for_verb(asked.device))
+    settings = _as_published(settings, given, loaded)
     if asked.experts:
         _print_expert_choices(loaded, prompt, as_json=asked.json)
         return 0
@@ -119,6 +125,24 @@ def run(arguments: list[str]) -> int:
     else:
         _print_text(steps, samples, "" if asked.chat else prompt)
     return 0
+
+
+def _as_published(settings: Generation, given: Collection[str], loaded: LoadedModel) -> Generation:
+    """Return the settings with those that the model came with in place of what is not `given`, and
+    say so in a line if they differ."""
+    from pentameter.generation.sampling import Sampling, usual_sampling
+
+    usual, plain = usual_sampling(loaded.tokenizer.published), Sampling()
+    theirs = {
+        key: getattr(usual, key)
+        for key in ("temperature", "top_k", "top_p")
+        if key not in given and getattr(usual, key) != getattr(plain, key)
+    }
+    if not theirs:
+        return settings
+    said = ", ".join(f"{key}={value:g}" for key, value in theirs.items())
+    remark(f"{said}, as the model was published with (generation_config.json)")
+    return replace(settings, **theirs)
 
 
 def _print_expert_choices(loaded: LoadedModel, text: str, *, as_json: bool) -> None:

@@ -9,8 +9,9 @@ Shapes: B samples, V vocabulary (without padding).
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,26 @@ class Sampling:
             raise ConfigError(
                 f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps every token"
             )
+
+
+def usual_sampling(published: Mapping[str, str]) -> Sampling:
+    """Return the settings that a model was published with: those of its generation_config.json.
+
+    published: name → text of small files that came with the model's tokenizer. Without that file,
+    if it says `do_sample: false`, or for values that are no settings, the settings are Sampling's.
+    """
+    try:
+        said = json.loads(published.get("generation_config.json", "{}"))
+        if not isinstance(said, dict) or said.get("do_sample") is False:
+            return Sampling()
+        given = {key: said[key] for key in ("temperature", "top_k", "top_p") if said.get(key)}
+        if not all(type(each) in (int, float) for each in given.values()):
+            return Sampling()
+        if "top_k" in given:
+            given["top_k"] = int(given["top_k"])
+        return Sampling(**given)
+    except (ValueError, ConfigError):
+        return Sampling()
 
 
 def keep_top_k(logits: Floats, k: int) -> Floats:

@@ -27,6 +27,7 @@ from pentameter.data.tokenizers.render_client import Rendering, ends_of_answers,
 from pentameter.data.tokenizers.renderer import RenderRequest
 from pentameter.errors import ConfigError
 from pentameter.formatting import size
+from pentameter.generation.sampling import usual_sampling
 from pentameter.model.gpt import GPT
 from pentameter.serve.answer_forms.recognizing import AnswerForm, recognized
 from pentameter.serve.batching import Batcher
@@ -66,6 +67,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         self.batcher, self.decoder = Batcher(self.slots), CachedDecoder(self.tokenizer)
         self.n_slots, self.context_length = self.slots.n_slots, self.slots.context_length
+        self.sampling = usual_sampling(self.tokenizer.published)
         self._rendering: Rendering | None = None
         self._lock = threading.Lock()
 

@@ -295,7 +295,9 @@ def export_hf(
     of_tokenizer = tokenizer_files(tokenizer, model.context_length)
     small = {
         CONFIG: _json(config),
-        GENERATION: generation_config(tokenizer, token_ids),
+        GENERATION: generation_config(
+            tokenizer, token_ids, model.context_length, stored.config.train.sample_temperature
+        ),
         **of_tokenizer,
         **(beside or {}),
     }

@@ -107,9 +107,12 @@ def their_token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"bos_token_id": first, "eos_token_id": end, "pad_token_id": None}
 
 
-def generation_config(tokenizer: Tokenizer, token_ids: Mapping[str, Any]) -> bytes:
+def generation_config(
+    tokenizer: Tokenizer, token_ids: Mapping[str, Any], context_length: int, temperature: float = 1
+) -> bytes:
     """Return the content of generation_config.json: the published one, else one made from
-    config.json's `token_ids`.
+    config.json's `token_ids`, the most tokens of a text (`context_length`) and the temperature at
+    which the run drew its samples, if that is not 1 (0: the likeliest token is taken).
 
     `eos_token_id` also gets the tokens that end an answer in the chat template. If the tokenizer
     was published with that template, they are added to the published ids, unless all special tokens
@@ -117,7 +120,10 @@ def generation_config(tokenizer: Tokenizer, token_ids: Mapping[str, Any]) -> byt
     """
     published, is_same = tokenizer.published.get(GENERATION), has_published_chat(tokenizer)
     ids = {key: token_ids[key] for key in ("bos_token_id", "eos_token_id") if key in token_ids}
-    content = {"_from_model_config": True, **ids} if published is None else json.loads(published)
+    if published is None:
+        content = _new_generation(ids, context_length, temperature)
+    else:
+        content = json.loads(published)
     said = content.get("eos_token_id")
     known = {each for each in (said if isinstance(said, list) else [said]) if type(each) is int}
     ends = set() if tokenizer.chat is None else set(ends_of_answers(tokenizer))
@@ -129,6 +135,17 @@ def generation_config(tokenizer: Tokenizer, token_ids: Mapping[str, Any]) -> byt
     if ends and ends != known:
         content["eos_token_id"] = sorted(ends)
     return _json(content)
+
+
+def _new_generation(
+    ids: Mapping[str, Any], context_length: int, temperature: float
+) -> dict[str, Any]:
+    """Return the settings for generation of a model that came with none; the arguments are those of
+    `generation_config`. The end of text pads, too."""
+    content = {**ids, "pad_token_id": ids.get("eos_token_id"), "max_length": context_length}
+    if temperature != 1:
+        content["do_sample"] = temperature > 0
+    return content if temperature in (0, 1) else {**content, "temperature": temperature}
 
 
 def _json(content: Any) -> bytes:

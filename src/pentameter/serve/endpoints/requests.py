@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pentameter.config.tables import packaged_table
 from pentameter.errors import did_you_mean, printable
-from pentameter.generation.sampling import Sampling, Tokens
+from pentameter.generation.sampling import Tokens
 from pentameter.serve.continuation import TextRequest
 from pentameter.serve.endpoints.answers import Answer
 from pentameter.serve.endpoints.parsing import RequestError
@@ -55,12 +55,13 @@ class StreamOptions(BaseModel):
 class TextsRequest(BaseModel, ABC):
     """Base class of the requests for texts: the fields that completions and chat completions have
     in common, as in OpenAI's API, and two more. `top_k` keeps only the k likeliest tokens; with
-    `ignore_eos` no special token ends a text."""
+    `ignore_eos` no special token ends a text. Without `temperature`, `top_k` or `top_p` the
+    model's own take its place (`usual_sampling`)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 1.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = 1
@@ -93,7 +94,7 @@ class TextsRequest(BaseModel, ABC):
         others = other_fields()
         ignored, neutral, absent = others["ignored"], others["neutral"], others["absent"]
         known = [*cls.model_fields, *ignored, *neutral]
-        kept = {}
+        kept: dict[str, Any] = {}
         for key, value in values.items():
             if key in neutral and key not in cls.model_fields:
                 if value not in (*neutral[key], None):
@@ -108,7 +109,7 @@ class TextsRequest(BaseModel, ABC):
                 message = f"{printable(key)[:80]} is no field of this request{hint}"
                 raise RequestError(message, param=key[:80], code="unknown_parameter")
             elif value in absent.get(key, ()):
-                continue
+                kept[key] = None
             elif key in cls.model_fields and not (
                 value is None and not cls.model_fields[key].is_required()
             ):
@@ -155,8 +156,8 @@ class TextsRequest(BaseModel, ABC):
                 code="context_length_exceeded",
             )
         n_tokens = min(max_tokens, limits.max_tokens)
-        temperature = 1.0 if self.temperature is None else self.temperature
-        sampling = Sampling(temperature, self.top_k, self.top_p)
+        given = {"temperature", "top_k", "top_p"} & self.model_fields_set
+        sampling = replace(served.sampling, **{key: getattr(self, key) for key in given})
         fields |= {"stop": self.stops(), "seed": self.seed or 0}
         return [
             TextRequest(ids, n_tokens, sampling, sample=sample, **fields)
