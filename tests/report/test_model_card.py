@@ -1,6 +1,7 @@
 """The model card: front matter that the Hub reads, numbers of the exported step, and no path."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from pentameter.checkpoint.folders.model_folder import Adapters, StoredModel
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.cli.main import main
 from pentameter.config.schema import Config, LoraConfig
+from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.model.gpt import build_model
 from pentameter.report.pages.model_card import CARD, PICTURE, card_files
@@ -149,3 +152,33 @@ def test_data_of_the_hub_is_named_as_it_is_there():
     front, text = front_of(card_files(stored, "transformers")[CARD])
     assert front["datasets"] == ["owner/poems"]
     assert "- 75.0% the data set `owner/poems`\n- 25.0% the corpus `stdlib`\n" in text
+
+
+def test_a_chat_model_s_card_shows_a_conversation():
+    bpe = train_bpe([TEXT], 280)
+    bpe.chat = ChatTemplate.from_json(
+        {"template": "{% for m in messages %}{{ m['content'] }}{% endfor %}", "tokens": {}}, "it"
+    )
+    stored = stored_model(bpe)
+    text = card_files(stored, "transformers", repository="owner/cats")[CARD].decode()
+    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    compile(program, "card", "exec")
+    for said in (
+        'messages = [{"role": "user", "content": "Hello!"}]', "tokenizer.apply_chat_template(",
+        "vllm serve owner/cats --max-model-len 8\n", "pentameter serve hf://owner/cats\n",
+    ):  # fmt: skip
+        assert said in text, said
+    of_file = card_files(stored, "gguf", file="cats-Q8_0.gguf")[CARD].decode()
+    (program,) = re.findall(r"```python\n(.*?)```", of_file, flags=re.S)
+    compile(program, "card", "exec")
+    assert "model.create_chat_completion(messages)" in program
+    for said in ("llama-cli -m cats-Q8_0.gguf -cnv\n", "FROM ./cats-Q8_0.gguf", "ollama run"):
+        assert said in of_file, said
+
+
+def test_llama_cpp_is_named_where_it_can_open_the_model():
+    text = card_files(stored_model(train_bpe([TEXT], 280)), "transformers")[CARD].decode()
+    assert "pentameter export FOLDER --to gguf" in text
+    assert '-no-cnv -p "Once upon a time"' in text
+    word = stored_model(WordTokenizer.from_documents([TEXT]))
+    assert "gguf" not in card_files(word, "transformers")[CARD].decode()
