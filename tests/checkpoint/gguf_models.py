@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 
 from pentameter.checkpoint.folders.model_folder import StoredModel
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.schema import Config
+from pentameter.config.tables import packaged_table
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.model.gpt import build_model
 
 TEXTS = (
@@ -28,6 +32,8 @@ TEXTS = (
     "def f(x):\n\treturn {'a': x**2}  # 😀\n\n\n    end   \r\n",
 )
 """Texts in ten languages, and a program."""
+RULES = packaged_table("checkpoint/gguf/pre_tokenizers.toml")["rules"]
+"""How byte-level tokenizers split text, as llama.cpp knows it."""
 BPE = train_bpe([text * 3 for text in TEXTS], 420)
 
 GATED = {"activation": "swiglu", "width": 96}
@@ -114,3 +120,72 @@ def random_model(folder: Path, tokenizer: Tokenizer = BPE, **model: Any) -> Stor
         for name, tensor in model_state(build_model(config.model, seed=5)).items()
     }
     return StoredModel(folder, config, tokenizer, weights, (), None)
+
+
+def sentencepiece_like(**changed: Any) -> LibraryTokenizer:
+    """A tokenizer.json of SentencePiece's kind, trained on TEXTS: spaces are ▁, and tokens for
+    bytes stand for unknown characters."""
+    library: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
+    prepend = tokenizers.normalizers.Prepend("▁")
+    replace = tokenizers.normalizers.Replace(" ", "▁")
+    library.normalizer = tokenizers.normalizers.Sequence([prepend, replace])
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, show_progress=False)
+    library.train_from_iterator(TEXTS[:5] * 2, trainer)
+    content = json.loads(library.to_str())
+    extra = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {token: number for number, token in enumerate([*extra, *content["model"]["vocab"]])}
+    pairs = [
+        (token[:cut], token[cut:])
+        for token in content["model"]["vocab"]
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    model = {
+        "vocab": vocab,
+        "merges": [list(pair) for pair in pairs],
+        "unk_token": "<unk>",
+        "byte_fallback": True,
+        "fuse_unk": True,
+    }
+    added = [
+        {"id": n, "content": text, "special": True, "single_word": False, "lstrip": False,
+         "rstrip": False, "normalized": False}
+        for n, text in enumerate(extra[:3])
+    ]  # fmt: skip
+    decoder = {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
+    }
+    model |= changed.pop("model", {})
+    parts = {"model": {**content["model"], **model}, "added_tokens": added, "decoder": decoder}
+    return LibraryTokenizer({**content, **parts, **changed}, 2)
+
+
+def byte_level(rule: dict[str, Any], **changed: Any) -> LibraryTokenizer:
+    """A byte-level tokenizer.json that splits text by one of RULES, with GPT-2's kind of tokens."""
+    steps: list[Any] = [
+        {"type": "Digits", "individual_digits": True}
+        if step == "digits"
+        else {
+            "type": "Split",
+            "pattern": {"Regex": step},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        for step in rule["steps"]
+    ]
+    last = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": rule.get("byte_level", False),
+    }
+    content = json.loads(BPE.to_tokenizer_json())
+    content["model"]["ignore_merges"] = rule.get("ignore_merges", False)
+    pre = {"type": "Sequence", "pretokenizers": [*steps, last]} if steps else last
+    return LibraryTokenizer({**content, "pre_tokenizer": pre, **changed}, BPE.end_of_text)

@@ -9,66 +9,13 @@ from typing import Any
 
 import pytest
 import tokenizers
-from gguf_models import BPE, TEXTS
+from gguf_models import BPE, RULES, TEXTS, byte_level, sentencepiece_like
 
 from pentameter.checkpoint.gguf.vocabulary import TokenType, Vocabulary, vocabulary
-from pentameter.config.tables import packaged_table
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError
-
-RULES = packaged_table("checkpoint/gguf/pre_tokenizers.toml")["rules"]
-
-
-def content_of(library: Any, **changed: Any) -> dict[str, Any]:
-    content = json.loads(library.to_str())
-    content["model"] |= changed.pop("model", {})
-    return {**content, **changed}
-
-
-def sentencepiece_like(**changed: Any) -> LibraryTokenizer:
-    """A tokenizer.json of SentencePiece's kind, trained on TEXTS: spaces are ▁, and tokens for
-    bytes stand for unknown characters."""
-    library: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
-    prepend = tokenizers.normalizers.Prepend("▁")
-    replace = tokenizers.normalizers.Replace(" ", "▁")
-    library.normalizer = tokenizers.normalizers.Sequence([prepend, replace])
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, show_progress=False)
-    library.train_from_iterator(TEXTS[:5] * 2, trainer)
-    content = json.loads(library.to_str())
-    extra = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocab = {token: number for number, token in enumerate([*extra, *content["model"]["vocab"]])}
-    pairs = [
-        (token[:cut], token[cut:])
-        for token in content["model"]["vocab"]
-        for cut in range(1, len(token))
-        if token[:cut] in vocab and token[cut:] in vocab
-    ]
-    model = {
-        "vocab": vocab,
-        "merges": [list(pair) for pair in pairs],
-        "unk_token": "<unk>",
-        "byte_fallback": True,
-        "fuse_unk": True,
-    }
-    added = [
-        {"id": n, "content": text, "special": True, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
-        for n, text in enumerate(extra[:3])
-    ]  # fmt: skip
-    decoder = {
-        "type": "Sequence",
-        "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        ],
-    }
-    model |= changed.pop("model", {})
-    parts = {"model": {**content["model"], **model}, "added_tokens": added, "decoder": decoder}
-    return LibraryTokenizer({**content, **parts, **changed}, 2)
 
 
 def merged_by_scores(known: Vocabulary, text: str) -> list[int]:
@@ -128,31 +75,6 @@ def test_a_normalizer_that_rewrites_is_refused():
     never = {"type": "Metaspace", "replacement": "▁", "split": False, "prepend_scheme": "never"}
     known = vocabulary(sentencepiece_like(normalizer=None, pre_tokenizer=never))
     assert not known.adds_space
-
-
-def byte_level(rule: dict[str, Any], **changed: Any) -> LibraryTokenizer:
-    """A byte-level tokenizer.json that splits text by one of RULES, with GPT-2's kind of tokens."""
-    steps: list[Any] = [
-        {"type": "Digits", "individual_digits": True}
-        if step == "digits"
-        else {
-            "type": "Split",
-            "pattern": {"Regex": step},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        for step in rule["steps"]
-    ]
-    last = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": rule.get("byte_level", False),
-    }
-    content = json.loads(BPE.to_tokenizer_json())
-    content["model"]["ignore_merges"] = rule.get("ignore_merges", False)
-    pre = {"type": "Sequence", "pretokenizers": [*steps, last]} if steps else last
-    return LibraryTokenizer({**content, "pre_tokenizer": pre, **changed}, BPE.end_of_text)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["name"])
