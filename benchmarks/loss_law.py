@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/loss_law.py DESIGN.jsonl --out RUNS.jsonl
 
-Each run of a design trains the recipe of `--time` for a given number of FLOPs, whatever the
-machine does beside it, and writes one line: its settings, its tokens and FLOPs, and the loss of the
-held-out text in bits per byte, by which vocabularies can be compared. Lines that are there are not
-run again.
+Each run of a design trains the recipe that `--time` had when the law was fitted, for a given number
+of FLOPs, whatever the machine does beside it, and writes one line: its settings, its tokens and
+FLOPs, and the loss of the held-out text in bits per byte, by which vocabularies can be compared.
+Lines that are there are not run again.
 """
 
 from __future__ import annotations

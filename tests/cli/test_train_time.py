@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from pentameter.checkpoint.gguf.architectures import choose_architecture
+from pentameter.checkpoint.hugging_face.config_json import choose_family
 from pentameter.cli.main import main
 from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.train.timed import time_budget
+from pentameter.train.timed.size_law import gated_width
 from pentameter.train.timed.time_budget import parse_time
 from pentameter.train.timed.time_kept import MovedEnd, TimeKept
 from pentameter.train.timed.trial import Pace
@@ -87,6 +90,16 @@ def test_a_text_gets_model_and_length(capsys, trials):
     assert schedule.decay_steps is None  # with the run's end
     assert config.train.compile is False  # as it was measured
     assert trials
+
+
+def test_what_a_text_gets_is_a_model_that_other_programs_open(capsys, trials):
+    config = chosen(capsys, "novel.txt", "--time", "10m")
+    model = config.model.model_copy(update={"vocab_size": 300})
+    assert choose_family(model) == "qwen3"
+    assert choose_architecture(model).architecture == "qwen3"
+    assert model.feed_forward.width == gated_width(model.d_model)
+    other = chosen(capsys, "novel.txt", "--time", "10m", "--model.feed-forward.activation=relu2")
+    assert other.model.feed_forward.width is None  # two matrices, four times as wide
 
 
 def test_the_users_settings_stay(capsys, trials):

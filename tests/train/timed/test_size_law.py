@@ -10,6 +10,7 @@ from pentameter.train.timed.size_law import (
     best_rate,
     best_size,
     best_vocabulary,
+    gated_width,
     loss_above_floor,
     sizes_within,
     step_tokens,
@@ -65,3 +66,11 @@ def test_batches_grow_with_the_run_and_rates_fall_with_the_width():
     assert step_tokens(10) == step_tokens(1e6) == 2048
     assert step_tokens(1500 * 10_000) == 8192
     assert best_rate(128) > best_rate(256) > best_rate(1024)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: str(size.d_model))
+def test_a_gate_costs_no_parameters(size):
+    width = gated_width(size.d_model)
+    assert width % 32 == 0
+    # Half a multiple of 32 is a tenth at most of the narrowest one.
+    assert 3 * width == pytest.approx(8 * size.d_model, rel=0.1)

@@ -37,7 +37,7 @@ class Size:
     @property
     def n_matrix_parameters(self) -> int:
         """Parameters in the blocks' matrices, if the feed-forward layer is four times as wide as
-        the model."""
+        the model, or has a gate and `gated_width`."""
         return 12 * self.n_layers * self.d_model**2
 
 
@@ -51,6 +51,14 @@ SIZES = tuple(
 )  # fmt: skip
 """Sizes to choose from, smallest first. Those wider than 192 channels exceed any in the runs that
 the law was fitted on."""
+
+
+def gated_width(d_model: int) -> int:
+    """Return the width of a feed-forward layer with a gate, whose three matrices have as many
+    parameters as the two of a layer that is four times as wide as the model: 8/3 · `d_model`, to
+    the nearest multiple of 32 (but at least 32), as which formats with a scale for each block of
+    numbers want it."""
+    return max(32, 32 * round(d_model / 12))
 
 
 def loss_above_floor(n_parameters: float, n_tokens: float, n_unique_tokens: float) -> float:

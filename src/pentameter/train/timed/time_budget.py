@@ -41,6 +41,7 @@ from pentameter.train.timed.size_law import (
     best_rate,
     best_size,
     best_vocabulary,
+    gated_width,
     sizes_within,
     step_tokens,
     tuning_rate,
@@ -425,7 +426,8 @@ class _SizeChooser(_LengthChooser):
         )
 
     def _flops_per_token(self, asked: Config, chosen: Size, vocab_size: int) -> float:
-        settings = {**self._settings, **self._obeying(_model_settings(chosen))}
+        has_gate = asked.model.feed_forward.has_gate
+        settings = {**self._settings, **self._obeying(_model_settings(chosen, has_gate=has_gate))}
         return make_plan(self._load(settings), vocab_size).least_flops_per_token
 
     def _take(
@@ -442,7 +444,7 @@ class _SizeChooser(_LengthChooser):
         """
         n_tokens = flops / self._flops_per_token(asked, chosen, vocab_size)
         passes = n_tokens / n_unique
-        settings = _model_settings(chosen)
+        settings = _model_settings(chosen, has_gate=asked.model.feed_forward.has_gate)
         context = asked.model.context_length
         if "model.context_length" not in self._given:
             context = chosen.context_length
@@ -480,9 +482,12 @@ DECAY_PER_PASS = 0.11
 ten times the weight decay for one pass."""
 
 
-def _model_settings(chosen: Size) -> dict[str, Any]:
-    """Return a model size's settings (dotted path → value)."""
+def _model_settings(chosen: Size, *, has_gate: bool) -> dict[str, Any]:
+    """Return a model size's settings (dotted path → value); `has_gate` says whether its
+    feed-forward layers have a gate."""
+    width = {"model.feed_forward.width": gated_width(chosen.d_model)} if has_gate else {}
     return {
+        **width,
         "model.d_model": chosen.d_model,
         "model.n_layers": chosen.n_layers,
         "model.attention.n_heads": _heads(chosen.d_model),
