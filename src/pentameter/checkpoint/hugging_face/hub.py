@@ -34,7 +34,8 @@ MODEL_FILES = (
     *("config.json", "generation_config.json"),
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
 """Patterns of the files of a repository to fetch: those that `read_hf` reads."""
 ATTEMPTS = 3

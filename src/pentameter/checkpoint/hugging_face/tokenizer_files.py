@@ -14,11 +14,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.checkpoint.hugging_face.sentencepiece_files import (
+    ADDED,
+    MODEL,
+    read_model,
+    settings_of,
+)
+from pentameter.data.tokenizers.base import End, Tokenizer
 from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import TEMPLATE_FILE, default_source, read_chat_template
-from pentameter.data.tokenizers.library import LibraryTokenizer
+from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.published.sentencepiece_model import SentencePieceTokenizer
 from pentameter.data.tokenizers.render_client import ends_of_answers
 from pentameter.data.tokenizers.setting import GPT2, KINDS, is_gpt2, load_tokenizer
 from pentameter.disk.atomic import read_json, read_text
@@ -34,13 +41,12 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
     word tokenizer, which they cannot express. `context_length` (tokens) becomes `model_max_length`.
 
     A BPE tokenizer becomes GPT-2's, in the old files and the new one. A character tokenizer becomes
-    one with a token per character, which refuses unknown characters. A library tokenizer keeps its
-    own content. Files that were published with the tokenizer are returned unchanged, except that a
-    chat template which was replaced since is written as it is now.
+    one with a token per character, which refuses unknown characters. A library tokenizer and a
+    model of SentencePiece keep their own content. Files that were published with the tokenizer are
+    returned unchanged, except that a chat template which was replaced since is written as it is
+    now.
     """
     whole = tokenizer.to_tokenizer_json()
-    if whole is None:
-        return {}
     chat, end_of_text = tokenizer.chat, tokenizer.end_of_text
     files: dict[str, bytes] = {}
     settings: dict[str, Any] = {
@@ -49,6 +55,10 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     special: dict[str, str] = {}
+    if whole is not None:
+        files[WHOLE] = whole
+    elif not isinstance(tokenizer, SentencePieceTokenizer):
+        return {}
     match tokenizer:
         case LibraryTokenizer():
             if end_of_text is not None:
@@ -56,23 +66,17 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
             if chat is not None:
                 special |= chat.tokens
         case BpeTokenizer():
-            if end_of_text is not None:
-                special = {f"{use}_token": END_OF_TEXT for use in ("bos", "eos", "unk")}
-            if chat is not None:  # the template names its tokens
-                known = tokenizer.special_tokens
-                special |= {key: text for key, text in chat.tokens.items() if text in known}
-            added = {token.pop("id"): token for token in json.loads(whole)["added_tokens"]}
-            settings |= {
-                "tokenizer_class": "GPT2Tokenizer",
-                "add_prefix_space": False,
-                "added_tokens_decoder": added,
-            }
-            merges = ["#version: 0.2", *map(" ".join, tokenizer.merges)]
-            files[VOCABULARY] = _json(dict(tokenizer.vocabulary))
-            files[MERGES] = "".join(f"{line}\n" for line in merges).encode()
+            old, special = _gpt2_files(tokenizer, files[WHOLE], settings)
+            files |= old
+        case SentencePieceTokenizer():
+            files[MODEL] = tokenizer.model
+            del settings["tokenizer_class"]
+            settings |= settings_of(tokenizer)
+            if chat is not None:
+                special |= chat.tokens
         case CharTokenizer():
             chat = None
-    files |= {WHOLE: whole, SETTINGS: _json({**settings, **special}), SPECIAL: _json(special)}
+    files |= {SETTINGS: _json({**settings, **special}), SPECIAL: _json(special)}
     if SETTINGS in tokenizer.published:
         del files[SPECIAL]
         kept = (SETTINGS, SPECIAL)
@@ -84,6 +88,31 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
         elif "chat_template" in theirs:
             return files
     return files if chat is None else {**files, **chat.files()}
+
+
+def _gpt2_files(
+    tokenizer: BpeTokenizer, whole: bytes, settings: dict[str, Any]
+) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return (files, special tokens by their use): vocab.json and merges.txt of a BPE tokenizer,
+    whose tokenizer.json is `whole`. `settings`, those of tokenizer_config.json, become GPT-2's."""
+    special, chat = dict[str, str](), tokenizer.chat
+    if tokenizer.end_of_text is not None:
+        special = {f"{use}_token": END_OF_TEXT for use in ("bos", "eos", "unk")}
+    if chat is not None:  # the template names its tokens
+        known = tokenizer.special_tokens
+        special |= {key: text for key, text in chat.tokens.items() if text in known}
+    added = {token.pop("id"): token for token in json.loads(whole)["added_tokens"]}
+    settings |= {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        "added_tokens_decoder": added,
+    }
+    merges = ["#version: 0.2", *map(" ".join, tokenizer.merges)]
+    files = {
+        VOCABULARY: _json(dict(tokenizer.vocabulary)),
+        MERGES: "".join(f"{line}\n" for line in merges).encode(),
+    }
+    return files, special
 
 
 def has_published_chat(tokenizer: Tokenizer) -> bool:
@@ -155,8 +184,8 @@ def _json(content: Any) -> bytes:
 def read_tokenizer(
     folder: Path, warnings: list[str], config: Mapping[str, Any] = MappingProxyType({})
 ) -> Tokenizer | None:
-    """Read the tokenizer from `folder`: tokenizer.json, else vocab.json and merges.txt; None if
-    there are none.
+    """Read the tokenizer from `folder`: tokenizer.json, else vocab.json and merges.txt, else
+    tokenizer.model; None if there are none.
 
     GPT-2's kind and pentameter's characters become pentameter's classes: tokens that were added to
     the vocabulary keep their ids, but no text becomes one, and a line in `warnings` names them. Any
@@ -166,39 +195,19 @@ def read_tokenizer(
     ConfigError for old files that are not GPT-2's kind, CorruptError for a malformed file.
     """
     settings = _read_if_there(folder / SETTINGS)
-    if (path := folder / WHOLE).is_file():
-        content = read_json(path)
-    elif (path := folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
-        if settings.get("add_prefix_space"):
-            raise ConfigError(
-                f"{folder / SETTINGS}: add_prefix_space=true is not GPT-2's; give another "
-                "tokenizer: `import … --tokenizer gpt2`, or a file"
-            )
-        lines = read_text(folder / MERGES).split("\n")
-        merges = [line for line in lines[lines[0].startswith("#version") :] if line]
-        added = _read_if_there(folder / "added_tokens.json")
-        vocab, first = read_json(path), _text(settings.get("bos_token")) or ""
-        begins = settings.get("add_bos_token") and first in vocab
-        content = {  # as GPT-2's tokenizer.json says it
-            "model": {"vocab": vocab, "merges": merges},
-            "post_processor": begins and {"type": "BertProcessing", "cls": [first, vocab[first]]},
-            "pre_tokenizer": {"type": "ByteLevel"},
-            "added_tokens": [{"content": text, "id": number} for text, number in added.items()],
-        }
-    else:
-        return None
     number = config.get("eos_token_id")
     number = number[0] if isinstance(number, list) and number else number
     end = _text(settings.get("eos_token")), number if type(number) is int else None
     said: list[str] = []
+    path, content = _tokenizer_json(folder, settings)
     try:
-        model = content.get("model")
-        if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
-            raise CorruptError("it has no model.vocab")
-        found = (kind.from_tokenizer_json(content, end, said) for kind in KINDS)
-        tokenizer = next(each for each in found if each is not None)
-        tokenizer.prefix = tuple(_prefix(content, tokenizer))
-    except (ConfigError, CorruptError) as error:
+        if content is not None:
+            tokenizer = _of_json(content, end, said)
+        elif (path := folder / MODEL).is_file():
+            tokenizer = read_model(path, settings, end, said)
+        else:
+            return None
+    except CorruptError as error:
         raise CorruptError(f"{path}: {error}") from error
     warnings += [f"{path}: {sentence}" for sentence in said]
     tokenizer.chat = read_chat_template(folder, settings)
@@ -209,6 +218,49 @@ def read_tokenizer(
     if config:
         ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
         tokenizer.published[CONFIG] = json.dumps(ids)
+    return tokenizer
+
+
+def _tokenizer_json(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[Path, dict[str, Any] | None]:
+    """Return (path, parsed content) of a folder's tokenizer.json, or of vocab.json with the content
+    that it and merges.txt would have as one; the content is None if there are none. `settings` is
+    the parsed tokenizer_config.json."""
+    if (path := folder / WHOLE).is_file():
+        return path, read_json(path)
+    if not ((path := folder / VOCABULARY).is_file() and (folder / MERGES).is_file()):
+        return path, None
+    if settings.get("add_prefix_space"):
+        raise ConfigError(
+            f"{folder / SETTINGS}: add_prefix_space=true is not GPT-2's; give another "
+            "tokenizer: `import … --tokenizer gpt2`, or a file"
+        )
+    lines = read_text(folder / MERGES).split("\n")
+    merges = [line for line in lines[lines[0].startswith("#version") :] if line]
+    added = _read_if_there(folder / ADDED)
+    vocab, first = read_json(path), _text(settings.get("bos_token")) or ""
+    begins = settings.get("add_bos_token") and first in vocab
+    return path, {  # as GPT-2's tokenizer.json says it
+        "model": {"vocab": vocab, "merges": merges},
+        "post_processor": begins and {"type": "BertProcessing", "cls": [first, vocab[first]]},
+        "pre_tokenizer": {"type": "ByteLevel"},
+        "added_tokens": [{"content": text, "id": number} for text, number in added.items()],
+    }
+
+
+def _of_json(content: dict[str, Any], end: End, warnings: list[str]) -> Tokenizer:
+    """Return the tokenizer of a parsed tokenizer.json, with its prefix; `end` and `warnings` are as
+    for `Tokenizer.from_tokenizer_json`. Raises CorruptError if it is malformed."""
+    model = content.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
+        raise CorruptError("it has no model.vocab")
+    try:
+        found = (kind.from_tokenizer_json(content, end, warnings) for kind in KINDS)
+        tokenizer = next(each for each in found if each is not None)
+    except ConfigError as error:
+        raise CorruptError(str(error)) from error
+    tokenizer.prefix = tuple(_prefix(content, tokenizer))
     return tokenizer
 
 

@@ -41,7 +41,7 @@ class Tokenizer(ABC):
     computed."""
 
     kind: ClassVar[str]
-    """The kind's name in files: `char`, `word`, `bpe` or `library`."""
+    """The kind's name in files: `char`, `word`, `bpe`, `library` or `sentencepiece`."""
     vocab_size: int
     """Number of distinct ids, 0 … vocab_size - 1."""
     end_of_text: int | None = None

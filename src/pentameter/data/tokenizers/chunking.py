@@ -18,6 +18,8 @@ _BOUNDARY = re.compile(r"(?<=\S)(?=\n| \w)")
 _LAST_BOUNDARY = re.compile(r".*\S(?=\n| \w)", re.DOTALL)  # goes back from the end
 
 CHUNK_CHARACTERS = 1 << 15
+WHOLE = {"library", "sentencepiece"}
+"""Kinds of tokenizers that get documents whole, up to LONGEST_CHUNK characters."""
 LONGEST_CHUNK = 1 << 22
 
 
@@ -54,7 +56,7 @@ class Chunker:
     one: call `feed` with each chunk, then `rest` at the document's end. The same object then serves
     the next document.
 
-    `kind` is the tokenizer's (`char`, `word`, `bpe`, `library`). Pieces end at boundaries between
+    `kind` is the tokenizer's (`char`, `word`, `bpe`, …). Pieces end at boundaries between
     words; a text without one within `longest` characters is cut there.
     """
 
@@ -62,8 +64,8 @@ class Chunker:
         self._anywhere, self._longest = kind == "char", longest
         self._buffer: list[str] = []
         self._held = 0  # characters in the buffer
-        # Where a tokenizer of the library ends its tokens is not known: it gets documents whole.
-        self._least = longest if kind == "library" else CHUNK_CHARACTERS
+        # Where such a tokenizer ends its tokens is not known: it gets documents whole.
+        self._least = longest if kind in WHOLE else CHUNK_CHARACTERS
         self._wanted = self._least
 
     def feed(self, chunk: str) -> str:
@@ -71,7 +73,7 @@ class Chunker:
         is needed.
 
         For `char` it is the chunk itself. For other kinds, the buffered text up to the last
-        boundary is returned once CHUNK_CHARACTERS are held (`longest` for `library`).
+        boundary is returned once CHUNK_CHARACTERS are held (`longest` for kinds in WHOLE).
         """
         if self._anywhere:
             return chunk

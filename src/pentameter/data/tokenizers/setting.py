@@ -17,13 +17,16 @@ from pentameter.data.tokenizers.bpe import (
 )
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
-from pentameter.data.tokenizers.library import LibraryTokenizer
+from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.published.sentencepiece_model import SentencePieceTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.disk.atomic import read_json
 from pentameter.disk.cache import known_files, local_file, public_file
 from pentameter.errors import ConfigError, CorruptError
 
-KINDS: Sequence[type[Tokenizer]] = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
+KINDS: Sequence[type[Tokenizer]] = (
+    *(CharTokenizer, WordTokenizer, BpeTokenizer, SentencePieceTokenizer, LibraryTokenizer),
+)
 """The classes, in the order in which they try to read a tokenizer.json; the last reads any."""
 
 GPT2 = "gpt2"
