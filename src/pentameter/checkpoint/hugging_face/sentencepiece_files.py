@@ -70,9 +70,9 @@ def settings_of(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
     texts = {number: text for text, number in tokenizer.special_tokens.items()}
     uses = {"bos_token": tokenizer.begin_of_text, "eos_token": tokenizer.end_of_text}
     named = {key: texts[number] for key, number in uses.items() if number in texts}
-    reader = "LlamaTokenizer" if tokenizer.adds_space else "GemmaTokenizer"
+    reader = tokenizer.reader
     return {
-        **({"tokenizer_class": reader} if tokenizer.is_bpe else {}),
+        **({} if reader is None else {"tokenizer_class": reader}),
         **named,
         "add_bos_token": bool(tokenizer.prefix),
         "legacy": not tokenizer.spaces_once,

@@ -28,6 +28,68 @@ _FLAGS = ("lstrip", "rstrip")
 _MOST_ADDED = 4096  # tokens added to few pieces; a vocabulary takes memory by its largest id
 
 
+class _Model:
+    """The content of a tokenizer.model, `data`, as SentencePiece's processor reads it. Raises
+    CorruptError for another kind of file, ConfigError if sentencepiece is missing, or if its
+    normalizer could make too much of one character."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.library = _opened(data)
+        self._check_growth()
+
+    @property
+    def is_bpe(self) -> bool:
+        """Whether the model is BPE; others of SentencePiece are unigram, words or characters."""
+        return _last_number(_message(self.data, _TRAINER), _MODEL_TYPE) == _BPE
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether a space is put before a text."""
+        return bool(self.library.normalize("x").startswith(_SPACE))
+
+    def encoded(self, text: str) -> Encoded:
+        """Return a text's tokens."""
+        found = self.library.encode(text, return_type="offset_mapping")
+        offsets = np.array(found["offsets"], dtype=np.int64).reshape(-1, 2)
+        return Encoded(np.array(found["ids"], dtype=np.int64), offsets)
+
+    def continued(self, text: str) -> Encoded:
+        """Return the tokens of a text that goes on: no space is put before it."""
+        if not self.adds_space:
+            return self.encoded(text)
+        ids, offsets = self.encoded(_ANCHOR + text)
+        is_behind = offsets[:, 1] > len(_ANCHOR)
+        return Encoded(ids[is_behind], (offsets[is_behind] - len(_ANCHOR)).clip(min=0))
+
+    def decoded(self, run: list[int], *, is_first: bool) -> str:
+        """Return the text for ids without special tokens. The space that was put before a text is
+        left out if it `is_first`."""
+        before, shown = ([], "") if is_first else self._anchor
+        return str(self.library.decode([*before, *run])).removeprefix(shown)
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """A token of one visible character, and its text: behind it no space is taken away. Neither
+        if no token is one."""
+        library = self.library
+        for number in range(library.vocab_size()):
+            text = library.id_to_piece(number)
+            if len(text) == 1 and text.isalnum() and library.decode([number]) == text:
+                return [number], text
+        return [], ""
+
+    def _check_growth(self) -> None:
+        """Raise ConfigError if the model's normalizer could make too much of one character."""
+        table = _message(_message(self.data, _NORMALIZER), _CHARACTER_MAP)
+        encoded = base64.b64encode(table).decode()
+        growth = Growth({"type": "Precompiled", "precompiled_charsmap": encoded}) if table else None
+        if growth is not None and growth.of_one > MOST_CHARACTERS:
+            raise ConfigError(
+                f"its normalizer may make {growth.of_one:.0f} characters of one; take another one"
+            )
+
+
 class SentencePieceTokenizer(LibraryBacked):
     """A tokenizer as a `tokenizer.model` of SentencePiece describes it (BPE or unigram), with the
     tokens that were added to it beside the file.
@@ -58,13 +120,12 @@ class SentencePieceTokenizer(LibraryBacked):
         Raises ConfigError if sentencepiece is not installed, if one character could become more
         than MOST_CHARACTERS, and for ids that do not fit; CorruptError for another kind of file.
         """
-        self.model, self.spaces_once = model, spaces_once
+        self._model, self.spaces_once = _Model(model), spaces_once
         self.added: dict[str, dict[str, Any]] = {
             text: {"id": int(each["id"]), **{flag: True for flag in _FLAGS if each.get(flag)}}
             for text, each in (added or {}).items()
         }
-        self._library = _opened(model)
-        self._check_growth()
+        self._library = self._model.library
         self._ids = {text: each["id"] for text, each in self.added.items()}
         n_pieces = self._library.vocab_size()
         self.vocab_size = 1 + max([n_pieces - 1, *self._ids.values()])
@@ -76,6 +137,19 @@ class SentencePieceTokenizer(LibraryBacked):
             raise ConfigError(
                 f"its end of text {end_of_text} is outside the vocabulary 0 … {self.vocab_size - 1}"
             )
+
+    @property
+    def model(self) -> bytes:
+        """The content of the tokenizer.model."""
+        return self._model.data
+
+    @property
+    def reader(self) -> str | None:
+        """The class of transformers that reads the model and gives the same ids; None if it is not
+        BPE, but unigram, words or characters."""
+        if not self._model.is_bpe:
+            return None
+        return "LlamaTokenizer" if self._model.adds_space else "GemmaTokenizer"
 
     @property
     def begin_of_text(self) -> int | None:
@@ -99,16 +173,6 @@ class SentencePieceTokenizer(LibraryBacked):
         is_special = library.is_control(number) or library.is_unknown(number)
         is_as_said = bool(is_special or not token.get("special"))
         return bool(library.id_to_piece(number) == token["content"] and is_as_said)
-
-    @property
-    def is_bpe(self) -> bool:
-        """Whether the model is BPE; others of SentencePiece are unigram, words or characters."""
-        return _last_number(_message(self.model, _TRAINER), _MODEL_TYPE) == _BPE
-
-    @cached_property
-    def adds_space(self) -> bool:
-        """Whether a space is put before a text."""
-        return bool(self._library.normalize("x").startswith(_SPACE))
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
@@ -208,23 +272,10 @@ class SentencePieceTokenizer(LibraryBacked):
         spelled = list(self._spelled.values())
         for part in escaped(text, spelled).split(APART) if spelled else [text]:
             if part:
-                encode = self._plain if is_first and not start else self._continued
+                encode = self._model.encoded if is_first and not start else self._model.continued
                 found.append(_moved(encode(part), start))
             start += len(part)
         return Encoded.joined(found)
-
-    def _plain(self, text: str) -> Encoded:
-        found = self._library.encode(text, return_type="offset_mapping")
-        offsets = np.array(found["offsets"], dtype=np.int64).reshape(-1, 2)
-        return Encoded(np.array(found["ids"], dtype=np.int64), offsets)
-
-    def _continued(self, text: str) -> Encoded:
-        """Return the tokens of a text that goes on: no space is put before it."""
-        if not self.adds_space:
-            return self._plain(text)
-        ids, offsets = self._plain(_ANCHOR + text)
-        is_behind = offsets[:, 1] > len(_ANCHOR)
-        return Encoded(ids[is_behind], (offsets[is_behind] - len(_ANCHOR)).clip(min=0))
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """Return the text for token ids (n_tokens,), special ones as their texts. Raises
@@ -236,7 +287,7 @@ class SentencePieceTokenizer(LibraryBacked):
                 run.append(number)
                 continue
             if run:
-                text += self._decoded(run, is_first=not text)
+                text += self._model.decoded(run, is_first=not text)
                 run = []
             text += special.get(number, "")
         return text
@@ -244,34 +295,6 @@ class SentencePieceTokenizer(LibraryBacked):
     @cached_property
     def _texts(self) -> dict[int | None, str]:
         return {number: text for text, number in self.special_tokens.items()}
-
-    def _decoded(self, run: list[int], *, is_first: bool) -> str:
-        """Return the text for ids without special tokens. The space that was put before a text is
-        left out if it `is_first`."""
-        before, shown = ([], "") if is_first else self._anchor
-        return str(self._library.decode([*before, *run])).removeprefix(shown)
-
-    @cached_property
-    def _anchor(self) -> tuple[list[int], str]:
-        """A token of one visible character, and its text: behind it no space is taken away. Neither
-        if no token is one."""
-        library = self._library
-        for number in range(library.vocab_size()):
-            text = library.id_to_piece(number)
-            is_plain = len(text) == 1 and text.isalnum() and library.decode([number]) == text
-            if is_plain and number not in self._texts:
-                return [number], text
-        return [], ""
-
-    def _check_growth(self) -> None:
-        """Raise ConfigError if the model's normalizer could make too much of one character."""
-        table = _message(_message(self.model, _NORMALIZER), _CHARACTER_MAP)
-        encoded = base64.b64encode(table).decode()
-        growth = Growth({"type": "Precompiled", "precompiled_charsmap": encoded}) if table else None
-        if growth is not None and growth.of_one > MOST_CHARACTERS:
-            raise ConfigError(
-                f"its normalizer may make {growth.of_one:.0f} characters of one; take another one"
-            )
 
 
 def _moved(encoded: Encoded, start: int) -> Encoded:
