@@ -1,5 +1,6 @@
 """Models to the Hub and from it, over HTTP: whole, verified, and without a secret in a message."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -262,9 +263,19 @@ def test_a_card_that_the_hub_refuses_says_why(hub, model, tmp_path, capsys):
     assert '"license" must be one of' in error
 
 
-def test_a_run_begins_with_weights_that_stay(capsys):
-    error = said(capsys, "train", "quickstart", "--init-from", f"hf://{NAME}", code=2)
-    assert f"`pentameter import {NAME} --out DIR` fetches them" in error
+@pytest.mark.parametrize("name", [NAME, f"hf://{NAME}"])
+def test_a_run_begins_with_a_model_of_the_hub(published, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own-cache"))
+    text = tmp_path / "cats.txt"
+    text.write_text("the cat sat on the mat. " * 40)
+    given = ["train", "--init-from", name, "--data.path", text, "--run-dir", tmp_path / "run"]
+    given += ["--train.steps", "1", "--train.batch-size", "2", "--train.compile", "false"]
+    told = said(capsys, *given)
+    assert "cats-tuned · seed" in told
+    record = json.loads((tmp_path / "run" / "plan.json").read_text())["init_from"]
+    assert record["base_model"] == NAME
+    published.status = 503  # the Hub is away: the copy in the cache has the same weights
+    assert "complete already" in said(capsys, *given)
 
 
 def test_the_library_is_named_where_it_is_missing(model, tmp_path, capsys, monkeypatch):

@@ -16,7 +16,6 @@ from typing import IO, Any
 
 from pentameter import formatting
 from pentameter.config.fields import leaves
-from pentameter.config.files.command_source import configuration_of
 from pentameter.config.files.load import Overrides, flat_overrides, load_config
 from pentameter.config.model.former_keys import former_path, present_pairs
 from pentameter.config.naming import name_of
@@ -39,6 +38,7 @@ from pentameter.record.reading import holds_run, read_run
 from pentameter.report.pages.page import write_report
 from pentameter.report.text.comparison import comparison_lines
 from pentameter.report.watch.comparison import compare_runs, write_comparison
+from pentameter.train.keep.own_configuration import configuration_to_train
 
 MOST_RUNS = 1000
 """Largest number of runs in a sweep."""
@@ -82,7 +82,7 @@ def sweep(
     stopped the sweep, which the same call continues.
     """
     weights = None if init_from is None else Path(init_from)
-    source, overrides = configuration_of(source, overrides, weights)
+    source, overrides = configuration_to_train(source, overrides, weights)
     common = flat_overrides(overrides)
 
     def load(settings: Mapping[str, Any]) -> Config:

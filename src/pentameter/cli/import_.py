@@ -13,7 +13,7 @@ from pentameter.cli.options.arguments import parse
 from pentameter.errors import ConfigError, remark
 
 if TYPE_CHECKING:
-    from pentameter.config.schema import Config
+    pass
 
 MADE_FROM_TEXT = ("char", "word", "bpe")
 """Tokenizers built from a text, with which no imported model can have been trained."""
@@ -38,10 +38,6 @@ class ImportArguments:
     """Instead of the folder's own: GPT-2's, or a tokenizer file of `prepare`."""
 
 
-ACTIVATION_BYTES = 2e9
-"""`import` sets whole batches as micro-batches if their planned activations are at most this."""
-
-
 def run(arguments: list[str]) -> int:
     """Import the model that `arguments` (the command line after the verb) name into a new
     checkpoint folder, print how to fine-tune it, and return the exit code 0."""
@@ -53,6 +49,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.data.tokenizers.render_client import check_template
     from pentameter.data.tokenizers.setting import build_tokenizer
     from pentameter.disk.atomic import refuse_existing
+    from pentameter.train.keep.own_configuration import with_micro_batch
 
     if asked.out.exists() and asked.source.exists() and asked.out.samefile(asked.source):
         raise ConfigError(f"--out {asked.out} is the folder to import; choose another")
@@ -90,15 +87,3 @@ def run(arguments: list[str]) -> int:
         "--data.path FILE"
     )
     return 0
-
-
-def with_micro_batch(config: Config) -> Config:
-    """Return an imported model's configuration, which has micro-batches of one sequence, with whole
-    batches instead if their activations take at most ACTIVATION_BYTES. A size in between would have
-    to divide every batch size that a user asks for."""
-    from pentameter.estimating.bytes.plan_estimates import plan_memory
-    from pentameter.planning.plan import make_plan
-
-    whole = config.updated({"train.micro_batch_size": None})
-    fits = plan_memory(make_plan(whole)).activations_bytes <= ACTIVATION_BYTES
-    return whole if fits else config

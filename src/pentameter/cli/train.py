@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,16 +51,20 @@ class TrainArguments:
     Every key of the configuration can be overridden: --train.steps 500, --model.n-layers=4.
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET-or-FILE")]
+    source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET-or-FILE")] = (
+        None
+    )
     """A preset (quickstart, shakespeare-char, …) or a TOML file. A text file, or a folder of them:
-    the quickstart on that text, --data.path TEXT."""
+    the quickstart on that text, --data.path TEXT. With --init-from a text, or nothing: MODEL's own
+    configuration, tokenizer and chat template."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """The run folder; runs/NAME when absent."""
     resume: str = "auto"
     """auto: continue a run of the same configuration, else start; never; must; extend: continue to
     a larger train.steps, with the schedule begun anew at the last checkpoint; or a checkpoint."""
     init_from: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Begin with the weights of a run, a checkpoint or a Hugging Face folder (fine-tune)."""
+    """Begin with the weights of a run, a checkpoint, a Hugging Face folder or OWNER/NAME of the Hub
+    (fine-tune)."""
     nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Train as N processes of this machine, which divide the work as [parallel] says."""
     oversubscribe: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -104,21 +108,32 @@ def run(arguments: list[str]) -> int:
     watch_launcher()
     parsed, overrides = parse_arguments(TrainArguments, arguments, verb="train")
     with nullcontext() if parsed.dry_run or parsed.print_config else outlived():
-        _run(parsed, overrides, arguments)
+        _run(*_with_folder(parsed, overrides, arguments))
     return 0
+
+
+def _with_folder(
+    parsed: TrainArguments, overrides: list[str], arguments: list[str]
+) -> tuple[TrainArguments, list[str], list[str]]:
+    """Return the command line as it was parsed, and as it was given, with the folder of MODEL where
+    --init-from names one on the Hub: it is fetched here, once for all processes of this machine."""
+    from pentameter.checkpoint.hugging_face.hub import fetch, hub_address
+
+    given = parsed.init_from
+    if given is None or (address := hub_address(given, scheme=False)) is None:
+        return parsed, overrides, arguments
+    warnings: list[str] = []
+    folder = fetch(address, warnings)
+    remark(*warnings)
+    named = [*without_options(arguments, ["init-from"]), "--init-from", str(folder)]
+    return replace(parsed, init_from=folder), overrides, named
 
 
 def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> None:
     """Train, given the command line after the verb (`arguments`) and the two parts it was parsed
     into: options (`parsed`) and configuration keys (`overrides`)."""
-    from pentameter.checkpoint.hugging_face.hub import hub_address
     from pentameter.planning.layouts.layout import BEST
 
-    if parsed.init_from is not None and (address := hub_address(parsed.init_from)) is not None:
-        raise ConfigError(
-            f"--init-from hf://{address}: a run begins with weights that stay where they are; "
-            f"`pentameter import {address} --out DIR` fetches them, then --init-from DIR"
-        )
     launched = find_rank()
     _check_alone(parsed, launched)
     is_main = launched is None or launched.rank == 0
@@ -292,21 +307,18 @@ def _configuration(
         on this machine.
     say: print the choices made on stderr.
     """
-    from pentameter.config.files.command_source import (
-        configuration_of,
-        random_weights,
-        with_tokenizer_beside,
-    )
+    from pentameter.config.files.command_source import random_weights, with_tokenizer_beside
     from pentameter.config.files.load import flat_overrides, load_config
     from pentameter.planning.layouts.layout import BEST, layout_overrides
+    from pentameter.train.keep.own_configuration import configuration_to_train
 
     is_printed = parsed.print_config or parsed.dry_run
     if timed is None:
         given = {**flat_overrides(overrides), **layout_overrides(parsed.layout)}
-        config = load_config(*configuration_of(parsed.source, given, parsed.init_from))
+        config = load_config(*configuration_to_train(parsed.source, given, parsed.init_from))
     else:
         config = timed.choose(parsed.resume, keep=not is_printed)
-    said = [] if parsed.init_from is not None else [*random_weights(Path(parsed.source))]
+    said = [] if parsed.init_from is not None else [*random_weights(Path(parsed.source or ""))]
     is_launched = launched is not None or parsed.nodes is not None
     if parsed.layout == BEST and (is_printed or not is_launched):
         from pentameter.autotune.best_layout import best_layout

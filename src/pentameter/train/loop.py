@@ -19,7 +19,6 @@ from time import perf_counter
 import torch
 
 from pentameter.checkpoint.folders.verification import Verification
-from pentameter.config.files.command_source import configuration_of
 from pentameter.config.files.load import Overrides, load_config
 from pentameter.config.schema import Config
 from pentameter.config.urls import given_path, shown_url, was_url
@@ -45,6 +44,7 @@ from pentameter.train.faults.guard import Guard
 from pentameter.train.faults.pace import RankPace
 from pentameter.train.faults.skipping import skip
 from pentameter.train.hooks import Hooks, check_hook
+from pentameter.train.keep.own_configuration import configuration_to_train
 from pentameter.train.keep.resuming import RunRequest
 from pentameter.train.keep.saving import RunCheckpoints, uncooled_step
 from pentameter.train.run import TrainingRun, is_logged, records_loads
@@ -127,7 +127,7 @@ class Trainer:
             )
         started = perf_counter()
         weights = None if init_from is None else Path(given_path(str(init_from)))
-        self.config = load_config(*configuration_of(config, overrides, weights))
+        self.config = load_config(*configuration_to_train(config, overrides, weights))
         self.run_dir = run_folder_path(run_dir, self.config)
         self.world = world or lone_world()
         self.run: TrainingRun

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from glob import has_magic
 from pathlib import Path
+from typing import Any
 
 from pentameter.config.files.load import Overrides, flat_overrides, preset_names, text_name
 from pentameter.config.schema import Config
@@ -24,16 +26,23 @@ _LOOKED_AT_BYTES = 1 << 16
 
 
 def configuration_of(
-    source: str | Path | Config, overrides: Overrides = (), init_from: Path | None = None
+    source: str | Path | Config | None,
+    overrides: Overrides = (),
+    own: Callable[[], Path | Config] | None = None,
 ) -> tuple[str | Path | Config, Overrides]:
     """Return (source, overrides) to pass to `load_config`. If `source` is a configuration, a preset
     or a configuration file, both are returned unchanged.
 
     If it names data to train on (a file, folder, pattern or URL), that becomes the override
-    `data.path`. The source is then `init_from`/config.toml if it exists, with a run name made from
-    the data's, else the preset `quickstart`. init_from: the folder with the model to begin from,
-    None for random weights. Raises ConfigError if `overrides` choose a data set, too.
+    `data.path`. The source is then what `own` returns, the configuration of the model that the run
+    begins from, with a run name made from the data's; without `own` it is the preset `quickstart`.
+    If `source` is None, the data is that of the overrides, or the model's.
+
+    Raises ConfigError if `overrides` choose a data set beside `source`, and for neither a source
+    nor a model.
     """
+    if source is None:
+        return _without_source(flat_overrides(overrides), own)
     if isinstance(source, Config):
         return source, overrides
     text = str(source)
@@ -47,10 +56,29 @@ def configuration_of(
                 f"{text} is the text to train on, and --{key} {given[key]} names another; keep one"
             )
     named = {"data.path": text, **given}
-    if init_from is not None and os.path.isfile(init_from / "config.toml"):
-        # The quickstart on that text has the text's own name already.
-        return init_from / "config.toml", {"name": text_name(text, "-tuned"), **named}
+    if own is not None:  # the quickstart on that text has the text's own name already
+        return own(), {"name": text_name(text, "-tuned"), **named}
     return PRESET_FOR_TEXT, named
+
+
+def _without_source(
+    given: dict[str, Any], own: Callable[[], Path | Config] | None
+) -> tuple[Path | Config, Overrides]:
+    """Return (source, overrides) for a command line that names none: those of the model that the
+    run begins from, with a run name made from the data's. Raises ConfigError without a model or
+    data."""
+    if own is None:
+        raise ConfigError(
+            "what to train is not said: give a preset (quickstart, …), a TOML file or a text; or "
+            "--init-from MODEL, which has its own configuration"
+        )
+    data = given.get("data.path") or given.get("data.corpus")
+    if not isinstance(data, str):
+        raise ConfigError(
+            "--init-from MODEL gives the configuration, and no data to train on: add --data.path "
+            "FILE"
+        )
+    return own(), {"name": text_name(data, "-tuned"), **given}
 
 
 def is_text(path: Path) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pentameter.config.files.command_source import PRESET_FOR_TEXT, configuration_of
+from pentameter.config.files.command_source import PRESET_FOR_TEXT
 from pentameter.config.files.load import (
     Overrides,
     flat_overrides,
@@ -24,6 +24,7 @@ from pentameter.errors import ConfigError, CorruptError, remark
 from pentameter.formatting import duration
 from pentameter.optim.schedule import cooldown_start
 from pentameter.record.checkpoints import list_checkpoints
+from pentameter.train.keep.own_configuration import configuration_to_train
 from pentameter.train.keep.resuming import NEW_FOLDER
 from pentameter.train.run import TrainingRun
 from pentameter.train.timed.time_budget import (
@@ -45,10 +46,10 @@ DECIDES_LENGTH = ("train.steps", "train.epochs", "schedule.decay_steps")
 class TimedRun:
     """A run of a given time, and the settings chosen for it.
 
-    source, overrides: what to train, as `configuration_of` takes it. Settings in the overrides stay
-        as they are. For a text and for the quickstart, without `init_from`, model size and
-        everything that depends on it are chosen; for another preset or configuration only the
-        length.
+    source, overrides: what to train, as `configuration_to_train` takes it. Settings in the
+        overrides stay as they are. For a text and for the quickstart, without `init_from`, model
+        size and everything that depends on it are chosen; for another preset or configuration only
+        the length.
     time: `90s`, `30m`, `2h` or `1h30m`.
     started: the moment from which it counts, in seconds on the monotonic clock; by default this
         process's start.
@@ -60,7 +61,7 @@ class TimedRun:
 
     def __init__(
         self,
-        source: str | Path | Config,
+        source: str | Path | Config | None,
         overrides: Overrides,
         time: str,
         *,
@@ -69,8 +70,8 @@ class TimedRun:
         started: float | None = None,
     ) -> None:
         self.budget = TimeBudget(parse_time(time), process_start() if started is None else started)
-        self._time, self._named = time, source
-        self._source, given = configuration_of(source, overrides, init_from)
+        self._time, self._named = time, source or init_from
+        self._source, given = configuration_to_train(source, overrides, init_from)
         self._given = flat_overrides(given)
         for path in DECIDES_LENGTH:
             if path in self._given:
