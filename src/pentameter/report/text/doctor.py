@@ -32,6 +32,7 @@ EXTRAS = {
     "parquet": "pyarrow",
     "gguf": "gguf",
     "litgpt": "yaml",
+    "sentencepiece": "sentencepiece",
     "remote": "fsspec",
     "hub": "huggingface_hub",
     "zstd": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
