@@ -62,7 +62,7 @@ def test_yarns_angles_are_those_of_transformers_to_the_bit(settings, rule, head_
     model = model_of(settings, rule, **changes)
     written = rule.write(model)["rope_parameters"]
     assert model_of(written, rule, **changes) == model
-    found = rotation(torch.arange(2048), model, torch.float32)
+    found = rotation(torch.arange(2048), model, torch.float32, 2048)
     assert found is not None
     for given in (settings, written):
         cosine, sine, score_factor = theirs(given, head_size)

@@ -75,6 +75,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.positions": "sinusoidal",
         "model.feed_forward.activation": "relu",
     },
+    "rotary positions by length": {
+        **ROTARY,
+        "model.rope_scaling.type": "dynamic",
+        "model.rope_scaling.original_context_length": 4,
+    },
+    "rotary factors by length": {
+        **ROTARY,
+        "model.rope_scaling.type": "longrope",
+        "model.rope_scaling.original_context_length": 4,
+        "model.rope_scaling.short_factors": (1.5, 1.5),
+        "model.rope_scaling.long_factors": (2.0, 8.0),
+    },
     "both sub-layers at once": {
         **ROTARY,
         "model.parallel_residual": True,

@@ -142,7 +142,7 @@ def turned(x: torch.Tensor, first: int, **changes: Any) -> torch.Tensor:
     config = ModelConfig(
         vocab_size=V, context_length=64, n_heads=1, d_model=8, positions="rotary", **changes
     )
-    turn = rotation(torch.arange(first, first + len(x)), config, x.dtype)
+    turn = rotation(torch.arange(first, first + len(x)), config, x.dtype, len(x))
     assert turn is not None
     return turn(x[None, :, None])[0, :, 0]
 

@@ -90,6 +90,18 @@ def among_others(slots: Slots, asked: list[TextRequest], random: random.Random) 
     ]
 
 
+DYNAMIC: dict[str, Any] = {
+    "positions": "rotary",
+    "rope_scaling": {"type": "dynamic", "factor": 3.0, "original_context_length": 37},
+}
+LONGROPE: dict[str, Any] = {
+    "positions": "rotary",
+    "rope_scaling": {
+        "type": "longrope",
+        "original_context_length": 37,
+        "long_factors": [1.0, 3.0, 9.0, 20.0],
+    },
+}
 SHARED = {
     "shapes found": make_slots(),
     "one by one": make_slots(one_by_one=True),
@@ -110,6 +122,8 @@ SHARED = {
         window_rope_theta=100.0,
         nope_layers=(0,),
     ),
+    "rotary positions by length": make_slots(**DYNAMIC),
+    "rotary factors by length": make_slots(**LONGROPE),
     "latent attention": make_slots(
         positions="rotary", attention="latent", kv_rank=12, q_rank=10, v_head_size=6
     ),
@@ -132,7 +146,9 @@ def test_a_text_is_the_same_alone_and_among_others(kind: str, seed: int) -> None
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 4, 17, 64, 66, 80, 130])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-@pytest.mark.parametrize("settings", [{}, {"n_experts": 4, "expert_capacity": 0.4}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"n_experts": 4, "expert_capacity": 0.4}, DYNAMIC, LONGROPE]
+)
 def test_the_text_is_that_of_sample(
     n_prompt: int, temperature: float, settings: dict[str, Any]
 ) -> None:

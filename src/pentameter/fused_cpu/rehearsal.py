@@ -195,7 +195,7 @@ def _layers(model: GPT, dtype: torch.dtype, n_rows: int, training: bool) -> Iter
     parameters = model.final_norm.get_parameter("weight").dtype
     x = torch.randn(n_rows, T, D, generator=generator, dtype=parameters)
     h, y = (torch.randn(x.shape, generator=generator).to(dtype) for _ in range(2))
-    tables = rotation(torch.arange(T), config, parameters) or (None, None)
+    tables = rotation(torch.arange(T), config, parameters, T) or (None, None)
     sites = dropout_keys(config, 0, 0, range(n_rows)).transpose(0, 1).contiguous()
     for block in model.blocks.values():
         assert isinstance(block, Block)

@@ -74,7 +74,8 @@ def fused_loss_sum(
         x = EmbeddingDropout.apply(
             x, sites[model.embedding_dropout.site], model.embedding_dropout.p
         )
-    rotation_tables = rotation(positions, config, x.dtype) or (None, None)
+    length = model.text_length or len(positions)
+    rotation_tables = rotation(positions, config, x.dtype, length) or (None, None)
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     kind = NormKind(CENTRED[config.norm], config.norm_eps)

@@ -264,7 +264,7 @@ def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tok
 class _Window:
     """A GPT with a key-value cache, for a text that grows and may become longer than the context.
     The cache holds the text's last tokens, as many as `window_tokens` says; when that number falls
-    back to half the context, the cache is computed anew."""
+    back to half the context, or rotary frequencies change, the cache is computed anew."""
 
     def __init__(self, model: GPT, n_samples: int, vocab_size: int) -> None:
         weight = next(model.parameters())
@@ -283,21 +283,23 @@ class _Window:
         time: tokens already in the cache are not computed again."""
         n_seen = window_tokens(text.shape[1], self._context_length)
         n_cached = n_seen - 1
-        if self._cache.length != n_cached:  # the first call, or the window starts anew
+        is_anew = self._model.config.rope_scaling.begins_anew_at(n_seen)
+        if self._cache.length != n_cached or is_anew:  # the first call, or the window starts anew
             self._cache.reset()
             n_cached = 0
         unread = text[:, text.shape[1] - n_seen + n_cached :]
         if n_cached and self._steps.is_on:
             return self._captured(unread[:, 0])
         for start in range(0, unread.shape[1], self._pass_tokens):
-            logits = self._pass(unread[:, start : start + self._pass_tokens])
+            logits = self._pass(unread[:, start : start + self._pass_tokens], n_seen)
         return logits
 
     @torch.inference_mode()
-    def _pass(self, tokens: Tokens) -> Floats:
+    def _pass(self, tokens: Tokens, n_seen: int) -> Floats:
         batch = torch.from_numpy(np.ascontiguousarray(tokens)).to(self._device)
         with self._kernels():
-            logits = self._model(batch, cache=self._cache)[:, -1, : self._vocab_size]
+            logits = self._model(batch, cache=self._cache, length=n_seen)
+            logits = logits[:, -1, : self._vocab_size]
         return on_host(logits)
 
     @torch.inference_mode()
@@ -318,7 +320,9 @@ class _Window:
         tokens, position = inputs[:-1, None], inputs[-1:]
         cache = NewestTokenCache(self._cache, position, n_keys)
         with self._kernels(), attending_by(self._model, NewestTokenAttention(position)):
-            logits: Tensor = self._model(tokens, cache=cache, positions=position)
+            logits: Tensor = self._model(
+                tokens, cache=cache, positions=position, length=position + 1
+            )
         return logits[:, -1, : self._vocab_size]
 
 

@@ -72,6 +72,9 @@ class GPT(nn.Module):
         """Function that selects, from the attention's positions (T,), those of the tokens that are
         in this rank's residual stream, if ranks shard the stream along the sequence; None if all
         are. Set from outside."""
+        self.text_length: int | None = None
+        """Number of tokens by which rotary frequencies go that depend on a text's length; None: as
+        a call says. Set from outside: a run has it as long as its context, in every layout."""
         self.stream_channels = slice(None)
         """Slice of the residual stream's channels that this rank has; all, unless ranks shard
         channels and set it."""
@@ -114,6 +117,7 @@ class GPT(nn.Module):
         dropout_keys: Tensor | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
+        length: int | Tensor | None = None,
     ) -> Tensor:
         """Run the slice. A slice with the last layer returns the summed loss in nats against
         `targets`, 0-dim, or logits (B, T, V) if `targets` is None. Any other slice returns the
@@ -125,10 +129,13 @@ class GPT(nn.Module):
         divides by the step's global number of target tokens. Dropout acts in training if
         `dropout_keys`, int32 (B, n_sites, 2), are given. With a `cache`, x continues the cached
         tokens and is appended to them. `positions`, int64 (T,), are those of all tokens that
-        attention sees; by default they follow the cached ones. Raises ValueError if the context
-        exceeds `context_length`, or dropout keys meet a cache.
+        attention sees; by default they follow the cached ones. `length` is the number of tokens
+        in the text so far, by which some rotary frequencies go; by default those cached and new.
+        Raises ValueError if the context exceeds `context_length`, or dropout keys meet a cache.
         """
-        x = self.hidden_states(x, dropout_keys=dropout_keys, cache=cache, positions=positions)
+        x = self.hidden_states(
+            x, dropout_keys=dropout_keys, cache=cache, positions=positions, length=length
+        )
         if not self.is_last:
             return x
         if targets is None:
@@ -142,6 +149,7 @@ class GPT(nn.Module):
         dropout_keys: Tensor | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
+        length: int | Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream (B, T, D) after this slice's layers; from the last slice after
         the final norm, ready for the head.
@@ -150,7 +158,7 @@ class GPT(nn.Module):
         (B, T, D). Dropout acts in training if `dropout_keys`, int32 (B, n_sites, 2), are given.
         With a `cache`, x continues the cached tokens and is appended to them. `positions`,
         int64 (T,), are those of all tokens that attention sees, in order; by default they
-        follow the cached ones.
+        follow the cached ones. `length` is as in `forward`.
 
         Raises:
             ValueError: the context exceeds `context_length`, or dropout keys meet a cache.
@@ -166,7 +174,10 @@ class GPT(nn.Module):
             x = self.embedding_dropout(x, dropout_keys, of_stream)
             if self.training and self.stream_dtype is not None:
                 x = x.to(self.stream_dtype)
-        rotary = rotations(positions, self.config, x.dtype)
+        if self.text_length is not None:
+            length = self.text_length
+        length = n_past + n_new if length is None else length
+        rotary = rotations(positions, self.config, x.dtype, length)
         all_positions = Positions(of_stream, positions, rotary)
         for block in self.blocks.values():
             x = block(x, all_positions, dropout_keys, cache)

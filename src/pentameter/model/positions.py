@@ -57,7 +57,7 @@ class Rotation(NamedTuple):
 
 
 def rotations(
-    positions: Tensor, config: ModelConfig, dtype: torch.dtype
+    positions: Tensor, config: ModelConfig, dtype: torch.dtype, length: int | Tensor
 ) -> dict[RotationKind, Rotation]:
     """Return the model's rotations of queries and keys at int64 positions (T,), as `rotation` has
     them: `whole`, and `window` if layers with a sliding window have a base of their own. Empty
@@ -65,7 +65,7 @@ def rotations(
     found: dict[RotationKind, Rotation] = {}
     kinds: tuple[RotationKind, ...] = ("whole", "window")
     for kind in kinds[: 1 if config.window_rope_theta is None else 2]:
-        turned = rotation(positions, config, dtype, kind)
+        turned = rotation(positions, config, dtype, length, kind)
         if turned is not None:
             found[kind] = turned
     return found
@@ -75,10 +75,14 @@ def rotation(
     positions: Tensor,
     config: ModelConfig,
     dtype: torch.dtype,
+    length: int | Tensor,
     kind: RotationKind = "whole",
 ) -> Rotation | None:
     """Return the model's Rotation of that `kind` for queries and keys at int64 positions (T,), in
     `dtype` but at least fp32; None unless positions are rotary.
+
+    `length` is the number of tokens in the text so far, by which some kinds of `model.rope_scaling`
+    choose frequencies; int64 (T,) if it is not the same for all tokens.
 
     It follows "RoFormer" (Su et al. 2021), with channels in the order that Hugging Face's
     models use. Angles are fp32 whatever the model's dtype, because published weights were
@@ -86,16 +90,20 @@ def rotation(
     """
     if config.positions != "rotary":
         return None
-    angles = positions.to(torch.float32)[:, None] * _frequencies(config, positions.device, kind)
+    frequencies = _frequencies(config, positions.device, length, kind)
+    angles = positions.to(torch.float32)[:, None] * frequencies
     dtype = torch.promote_types(dtype, torch.float32)
     factor = config.rope_scaling.rotation_factor if kind == "whole" else 1.0
     return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
 
 
-def _frequencies(config: ModelConfig, device: torch.device, kind: RotationKind) -> Tensor:
-    """Return the rotary frequencies (R / 2,), in radians per token, fp32, lowered for a longer
-    context as `model.rope_scaling` says. Type `linear` divides all by `factor`; `llama3` and `yarn`
-    divide low frequencies, keep high ones, and interpolate between them. Those of the kind `window`
+def _frequencies(
+    config: ModelConfig, device: torch.device, length: int | Tensor, kind: RotationKind
+) -> Tensor:
+    """Return the rotary frequencies (R / 2,), or (T, R / 2) for a `length` (T,), in radians per
+    token, fp32, lowered for a longer context as `model.rope_scaling` says. Type `linear` divides
+    all by `factor`; `llama3` and `yarn` divide low frequencies, keep high ones, and interpolate
+    between them; `dynamic` and `longrope` go by the length of the text. Those of the kind `window`
     are as `window_rope_theta` gives them."""
     R, scaling = config.turning_channels, config.rope_scaling
     pair = torch.arange(0, R, 2, device=device, dtype=torch.float32)
@@ -116,8 +124,47 @@ def _frequencies(config: ModelConfig, device: torch.device, kind: RotationKind) 
         case "yarn":
             kept = 1 - _lowered_by_yarn(config, device)
             return (1 - kept) * (1.0 / (scaling.factor * radians)) + kept * frequencies
+        case "dynamic" | "longrope":
+            return _by_length(config, pair / R, _lengths(length, device)[..., None])
         case unknown:
             refuse_unknown(unknown, "model.rope_scaling.type", "the model")
+
+
+def _by_length(config: ModelConfig, exponents: Tensor, length: Tensor) -> Tensor:
+    """Return the rotary frequencies of the types `dynamic` and `longrope` for texts of this length,
+    int64 (1,) or (T, 1): as they were published up to the original context, others beyond.
+    exponents: of `rope_theta`, (R / 2,)."""
+    is_long = length > config.rope_scaling.original_context_length
+    radians = config.rope_theta**exponents
+    if config.rope_scaling.type == "dynamic":
+        raised = 1.0 / _raised_theta(config, length) ** exponents
+        return torch.where(is_long, raised, 1.0 / radians)
+    short, long = _longrope_factors(config, length.device)
+    return 1.0 / (torch.where(is_long, long, short) * radians)
+
+
+def _lengths(length: int | Tensor, device: torch.device) -> Tensor:
+    """Return a text's length as a tensor, int64, without a copy from the host: 0-dim, or (T,)."""
+    if isinstance(length, Tensor):
+        return length
+    return torch.full((), length, dtype=torch.int64, device=device)
+
+
+def _raised_theta(config: ModelConfig, length: Tensor) -> Tensor:
+    """Return `rope_theta` for a text longer than the original context, fp32 in the shape of
+    `length`: raised so that the slowest frequency falls by factor · length ÷ original - (factor -
+    1) and the fastest stays ("NTK-aware" and "dynamic" scaling, u/bloc97 and u/emozilla 2023)."""
+    R, scaling = config.turning_channels, config.rope_scaling
+    original, factor = scaling.original_context_length, scaling.factor
+    longer = (factor * length.clamp(min=original) / original) - (factor - 1)
+    return config.rope_theta * longer ** (R / (R - 2))
+
+
+def _longrope_factors(config: ModelConfig, device: torch.device) -> Tensor:
+    """Return the divisors of frequencies in short texts and in long ones, fp32 (2, R / 2)."""
+    n, scaling = config.turning_channels // 2, config.rope_scaling
+    factors = (scaling.short_factors or (1.0,) * n, scaling.long_factors or (scaling.factor,) * n)
+    return torch.tensor(factors, dtype=torch.float32, device=device)
 
 
 def _lowered_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:

@@ -85,12 +85,14 @@ class Batcher:
             while each.n_to_read and budget > 0:
                 n = min(PIECE_TOKENS, each.n_to_read)
                 tokens = each.window[each.n_cached : each.n_cached + n]
-                echo = each.continuation.echo
+                echo, length = each.continuation.echo, len(each.window)
                 if echo is not None and echo.needs_logits:
-                    last, of_tokens = self._slots.read_with_all(each.slot, tokens, each.n_cached)
+                    last, of_tokens = self._slots.read_with_all(
+                        each.slot, tokens, each.n_cached, length
+                    )
                     echo.read(of_tokens)
                 else:
-                    last = self._slots.read(each.slot, tokens, each.n_cached)
+                    last = self._slots.read(each.slot, tokens, each.n_cached, length)
                 self._count(each, n)
                 budget -= passed_tokens(n)
                 if each.n_cached == len(each.window):
@@ -101,7 +103,10 @@ class Batcher:
             if not each.n_to_read and each.continuation not in logits
         ]
         if ready:
-            rows = {each.slot: (each.window[each.n_cached], each.n_cached) for each in ready}
+            rows = {
+                each.slot: (each.window[each.n_cached], each.n_cached, len(each.window))
+                for each in ready
+            }
             found = self._slots.write(rows)
             for each in ready:
                 self._count(each, 1)
@@ -114,11 +119,12 @@ class Batcher:
 
     def _see(self, each: _Writing) -> None:
         """Update the window of tokens that the model sees of a text: append the last token. If the
-        text has outgrown the window, begin the window further on, with nothing of it in the
-        cache."""
+        text has outgrown the window, begin the window further on, with nothing of it in the cache;
+        so it is, too, where rotary frequencies change with the length."""
         prompt, written = each.continuation.asked.prompt, each.continuation.tokens
         n_seen = window_tokens(len(prompt) + len(written), self._slots.context_length)
-        if each.window and n_seen == len(each.window) + 1:
+        is_anew = self._slots.begins_anew_at(n_seen)
+        if each.window and n_seen == len(each.window) + 1 and not is_anew:
             each.window.append(written[-1])
             return
         text = [*prompt.tolist(), *written]

@@ -198,6 +198,7 @@ class Slots:
         self._kernels = partial(chosen_kernels, weight.device, weight.dtype)
         self._steps = Captured(weight.device, is_on=False)
         self.context_length = context_length = model.config.context_length
+        self.begins_anew_at = model.config.rope_scaling.begins_anew_at
         self.n_slots = n_slots
         # The memory of every slot begins at the same alignment. Padding rows write to its last
         # key.
@@ -231,22 +232,26 @@ class Slots:
             each[slot, :, : _rounded_up(n_tokens, _KEY_UNIT)] = 0
 
     @torch.inference_mode()
-    def read(self, slot: int, tokens: Sequence[int], start: int) -> Floats:
+    def read(self, slot: int, tokens: Sequence[int], start: int, length: int) -> Floats:
         """Process `tokens`, at most PIECE_TOKENS, at the positions `start`, `start` + 1, … of the
-        window of the text in `slot`; earlier positions must be cached. Return the logits (V,) after
-        the last token, float64."""
+        window, with `length` tokens, of the text in `slot`; earlier positions must be cached.
+        Return the logits (V,) after the last token, float64."""
         n = len(tokens)
-        return self._read(slot, tokens, start, slice(n - 1, n))[0][0]
+        return self._read(slot, tokens, start, length, slice(n - 1, n))[0][0]
 
     @torch.inference_mode()
-    def read_with_all(self, slot: int, tokens: Sequence[int], start: int) -> tuple[Floats, Floats]:
+    def read_with_all(
+        self, slot: int, tokens: Sequence[int], start: int, length: int
+    ) -> tuple[Floats, Floats]:
         """Do as `read`, and return beside its result, which has the same bits, the logits (n, V)
         after each of the n tokens."""
         n = len(tokens)
-        last, rows = self._read(slot, tokens, start, slice(n - 1, n), slice(n))
+        last, rows = self._read(slot, tokens, start, length, slice(n - 1, n), slice(n))
         return last[0], rows
 
-    def _read(self, slot: int, tokens: Sequence[int], start: int, *asked: slice) -> list[Floats]:
+    def _read(
+        self, slot: int, tokens: Sequence[int], start: int, length: int, *asked: slice
+    ) -> list[Floats]:
         """Process tokens as `read` does, and return logits (n, V) for each slice of them."""
         T, n_real = passed_tokens(len(tokens)), len(tokens)
         padded = torch.zeros((1, T), dtype=torch.int64)
@@ -255,51 +260,59 @@ class Slots:
         n_seen = _rounded_up(start + T, _KEY_UNIT)
         under_way = _Pass(self._memory, slice(slot, slot + 1), numbers, n_seen, first=start)
         positions = numbers.clamp(max=self.context_length - 1)
-        found = self._pass(padded.to(self._device), positions, under_way, *asked)
+        found = self._pass(padded.to(self._device), positions, length, under_way, *asked)
         return [on_host(each) for each in found]
 
     @torch.inference_mode()
-    def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
+    def write(self, rows: dict[int, tuple[int, int, int]]) -> dict[int, Floats]:
         """Add one token to each of several texts, in one forward pass; if no padded shapes were
         found that give equal bits, in a pass for each text. `rows` maps a slot to (token, its
-        position in the window). Return slot → logits (V,) after that token."""
+        position in the window, how many tokens the window has). Return slot → logits (V,) after
+        that token."""
         if self.shapes.batch_sizes == (1,):
             return {slot: self._write({slot: row}, slot, 1)[0] for slot, row in rows.items()}
         size = next(size for size in self.shapes.batch_sizes if size > max(rows))
         logits = self._write(rows, 0, size)
         return {slot: logits[slot] for slot in rows}
 
-    def _write(self, rows: dict[int, tuple[int, int]], first: int, n_rows: int) -> Floats:
-        """Return logits (n_rows, V) from one pass over the n_rows slots from `first` on. `rows`
-        maps slots to (token, position); slots that it lacks are padding, and store nothing."""
+    def _write(self, rows: dict[int, tuple[int, int, int]], first: int, n_rows: int) -> Floats:
+        """Return logits (n_rows, V) from one pass over the n_rows slots from `first` on. `rows` is
+        as in `write`; slots that it lacks are padding, and store nothing."""
         tokens, numbers, write_at = [0] * n_rows, [0] * n_rows, [self._n_keys - 1] * n_rows
-        for slot, (token, number) in rows.items():
+        lengths = [1] * n_rows
+        for slot, (token, number, length) in rows.items():
             tokens[slot - first], numbers[slot - first] = token, number
-            write_at[slot - first] = number
+            write_at[slot - first], lengths[slot - first] = number, length
         last = max(numbers)
         n_seen = next(size for size in self.shapes.key_sizes if size > last)
-        inputs = torch.tensor([tokens, numbers, write_at])
+        inputs = torch.tensor([tokens, numbers, write_at, lengths])
         compute = partial(self._written, slice(first, first + n_rows), n_seen)
         return on_host(self._steps((first, n_rows, n_seen), inputs, compute))
 
     def _written(self, slots: slice, n_seen: int, inputs: Tensor) -> Tensor:
         """Return logits (n_rows, V) on the device after one more token for each of the `slots`.
-        `inputs` (3, n_rows) are tokens, their positions, and where each is stored."""
-        tokens, positions, write_at = inputs
+        `inputs` (4, n_rows) are tokens, their positions, where each is stored, and how many tokens
+        its window has."""
+        tokens, positions, write_at, lengths = inputs
         under_way = _Pass(self._memory, slots, positions, n_seen, write_at=write_at)
-        (logits,) = self._pass(tokens[None], positions, under_way, slice(None))
+        (logits,) = self._pass(tokens[None], positions, lengths, under_way, slice(None))
         return logits
 
     def _pass(
-        self, tokens: Tensor, positions: Tensor, under_way: _Pass, *asked: slice
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        length: int | Tensor,
+        under_way: _Pass,
+        *asked: slice,
     ) -> list[Tensor]:
         """Return logits (n, V) on the device for each slice of `tokens` (1, T) that is `asked`,
         computed by itself, as its size decides the rounding. `positions` (T,) are their positions
-        in the model; `under_way` is their pass."""
+        in the model, `length` how many tokens their windows have; `under_way` is their pass."""
         model, self._attention.under_way = self._model, under_way
         with self._kernels():
             x = model.embed(tokens, positions)
-            rotary = rotations(positions, model.config, x.dtype)
+            rotary = rotations(positions, model.config, x.dtype, length)
             for block in model.blocks.values():
                 x = block(x, Positions(positions, positions, rotary), None, under_way)
             found = []
@@ -358,7 +371,8 @@ class Slots:
         stored = self._memory.all
         before = [each[slots, :, numbers].clone() for each in stored]
         shapes, self.shapes = self.shapes, Shapes((len(rows),), (n_keys,))
-        logits = self._write(dict(enumerate(rows)), 0, len(rows))
+        lengths = {slot: (*row, row[1] + 1) for slot, row in enumerate(rows)}
+        logits = self._write(lengths, 0, len(rows))
         self.shapes = shapes
         for each, was in zip(stored, before, strict=True):
             each[slots, :, numbers] = was

@@ -77,6 +77,7 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
     vocab_size = 7 * tensor - 1  # each rank has vocabulary rows, one rank fewer
     embedding = model.embedding_dropout
     window, every = attention.sliding_window, attention.sliding_window_pattern
+    is_spread = model.rope_scaling.type == "dynamic"  # over more than one pair of channels
     changes: dict[str, Any] = {
         **flat_overrides(packaged_table("verify/shrunk.toml")),
         "model.n_layers": n_stages + 1,
@@ -84,12 +85,13 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "model.attention.n_kv_heads": n_kv_heads,
         "model.attention.head_size": None if attention.head_size is None else 4,
         "model.d_model": width,
-        "model.rotary_fraction": 1.0 if model.rotary_fraction == 1.0 else 0.5,
+        "model.rotary_fraction": 1.0 if model.rotary_fraction == 1.0 or is_spread else 0.5,
         "model.attention.sliding_window": None if window is None else by_sequence * context,
         "model.attention.sliding_window_pattern": None if every is None else 3,
         "model.nope_layers": None if model.nope_layers is None else 2,
         "model.feed_forward.width": math.lcm(12, tensor),
         **(_latent(model) | _experts(model, cases)),
+        **_rope_by_length(model, 4 * by_sequence * context),
         "model.context_length": 4 * by_sequence * context,
         "model.vocab_size": vocab_size,
         "model.vocab_multiple": _vocab_multiple(model.vocab_multiple, vocab_size, tensor),
@@ -120,8 +122,21 @@ def _latent(model: ModelConfig) -> dict[str, Any]:
     return {
         "model.attention.kv_rank": 7,
         "model.attention.q_rank": None if model.attention.q_rank is None else 5,
-        "model.attention.rope_head_size": 2,
+        "model.attention.rope_head_size": 4 if model.rope_scaling.type == "dynamic" else 2,
         "model.attention.v_head_size": None if model.attention.v_head_size is None else 3,
+    }
+
+
+def _rope_by_length(model: ModelConfig, context_length: int) -> dict[str, Any]:
+    """Return settings for rotary frequencies that go by a text's length: the context is twice the
+    original one, and factors are the default ones, as heads are small. Empty for others."""
+    if not model.rope_scaling.goes_by_length:
+        return {}
+    where = "model.rope_scaling"
+    return {
+        f"{where}.original_context_length": context_length // 2,
+        f"{where}.short_factors": (),
+        f"{where}.long_factors": (),
     }
 
 

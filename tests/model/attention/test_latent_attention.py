@@ -86,7 +86,8 @@ def test_it_is_the_definition(monkeypatch, q_rank, pads):
             norm.weight.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
         x = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         numbers = torch.arange(T)
-        positions = Positions(numbers, numbers, rotations(numbers, model.config, x.dtype))
+        rotary = rotations(numbers, model.config, x.dtype, T)
+        positions = Positions(numbers, numbers, rotary)
         layer.attend = Attention()
         y = layer(x, positions)
         assert widths == [K + R if pads else V]

@@ -45,6 +45,11 @@ def rotary_entries(model: ModelConfig) -> dict[str, Any]:
                 "rope.scaling.yarn_beta_fast": scaling.beta_fast,
                 "rope.scaling.yarn_beta_slow": scaling.beta_slow,
             }
+        case "dynamic" | "longrope":
+            raise ConfigError(
+                "llama.cpp chooses no rotary frequencies by a text's length, as model.rope_scaling."
+                f"type={scaling.type!r} does; --to hf writes the model for transformers and vLLM"
+            )
         case unknown:
             refuse_unknown(unknown, "model.rope_scaling.type", "--to gguf")
 
@@ -67,7 +72,7 @@ def rotary_factors(model: ModelConfig, *, are_read: bool) -> torch.Tensor | None
 
     frequencies = []
     for each in (model.updated({"rope_scaling.type": None}), model):
-        turned = rotation(torch.tensor([1]), each, torch.float64)
+        turned = rotation(torch.tensor([1]), each, torch.float64, 1)
         assert turned is not None  # the positions are rotary
         frequencies.append(torch.atan2(turned.sine[0].double(), turned.cosine[0].double()))
     return (frequencies[0] / frequencies[1]).float()

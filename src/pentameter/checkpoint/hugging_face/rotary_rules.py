@@ -16,6 +16,8 @@ from pentameter.config.model.rope_scaling import RopeScalingConfig
 from pentameter.config.schema import ModelConfig
 from pentameter.config.tables import packaged_table
 
+_ORIGINAL, _LONGEST = "original_max_position_embeddings", "max_position_embeddings"
+"""Keys of config.json for the length of context before it was extended, and now."""
 _SHARPENING = ("attention_factor", "mscale", "mscale_all_dim")
 """Keys for YaRN's factors of queries, keys and scores. They are read together, because each one's
 meaning depends on the others."""
@@ -54,11 +56,18 @@ def _write_rope(model: ModelConfig, *, form: _Form) -> dict[str, Any]:
             f"model.rope_scaling.type={shown(scaling.type)} (possible: {', '.join(form.types)})"
         )
     values = {_forms()["names"][key]: getattr(scaling, key) for key in _forms()["keys"][name]}
+    lengths = {}
     if scaling.type == "yarn":
         values |= _write_sharpening(scaling)
+    if scaling.type == "longrope":
+        values |= _write_longrope(model)
+        lengths = {_ORIGINAL: scaling.original_context_length}  # where Phi-3 has it
+    if scaling.type == "dynamic":  # there it begins behind the longest context
+        lengths = {_LONGEST: scaling.original_context_length}
     fraction = {"partial_rotary_factor": model.rotary_fraction} if partly else {}
     former = dict(zip(form.former_names, (model.rope_theta, model.rotary_fraction), strict=True))
     return {
+        **lengths,
         **(former if partly else {"rope_theta": model.rope_theta}),
         "rope_scaling": {"rope_type": name, "type": name, **values} if values else None,
         "rope_parameters": {
@@ -68,6 +77,18 @@ def _write_rope(model: ModelConfig, *, form: _Form) -> dict[str, Any]:
             **values,
         },
     }
+
+
+def _write_longrope(model: ModelConfig) -> dict[str, Any]:
+    """Return both lists of factors, and the factor of queries and keys if it is given."""
+    scaling, n = model.rope_scaling, model.turning_channels // 2
+    values: dict[str, Any] = {
+        "short_factor": list(scaling.short_factors or (1.0,) * n),
+        "long_factor": list(scaling.long_factors or (scaling.factor,) * n),
+    }
+    if scaling.attention_factor is not None:
+        values["attention_factor"] = scaling.attention_factor
+    return values
 
 
 def _write_sharpening(scaling: RopeScalingConfig) -> dict[str, float]:
@@ -93,6 +114,7 @@ def _read_rope(content: Content, section: Content, *, form: _Form) -> dict[str, 
         raise ValueError(f"{where}={shown(found)} is not an object")
     theirs = found.get("rope_type", found.get("type", "default"))
     names, keys = _forms()["names"], _forms()["keys"]
+    theirs = _forms()["former"].get(theirs, theirs) if isinstance(theirs, str) else theirs
     possible = keys if form.types is None else form.types
     if not isinstance(theirs, str) or theirs not in possible:
         raise ValueError(
@@ -102,14 +124,21 @@ def _read_rope(content: Content, section: Content, *, form: _Form) -> dict[str, 
     if unknown := sorted(found.keys() - known - {*names.values()}):
         raise ValueError(f"{where}: {unknown[0]}={shown(found[unknown[0]])} is not supported")
     values: dict[str, Any] = {"type": None if theirs == "default" else theirs}
-    presets = {**_forms()["defaults"], "original_context_length": section["context_length"]}
+    presets = {**_forms()["defaults"], **_lengths(content, section, found, theirs)}
     for key in keys[theirs]:
         name, preset = names[key], presets.get(key)
         values[key] = preset if found.get(name) is None else found[name]
         if values[key] is None:
             raise ValueError(f"{where} has no {name}, which rope_type={theirs!r} needs")
+    read: dict[str, Any] = {}
     if theirs == "yarn":
         values |= _read_sharpening(found, where, scales_scores=form.scales_scores)
+    if theirs == "longrope":
+        values["original_context_length"] = presets["original_context_length"]
+        values["attention_factor"] = found.get("attention_factor")
+    if theirs == "dynamic":
+        values["original_context_length"] = section["context_length"]
+        read["context_length"] = _longest(values["factor"], section["context_length"])
     base, part = form.former_names if partly else ("rope_theta", "")
     base_there = content.get(base, content.get("rope_theta", theta))
     fraction = content.get(
@@ -121,8 +150,31 @@ def _read_rope(content: Content, section: Content, *, form: _Form) -> dict[str, 
             f"partial_rotary_factor={shown(fraction)} is not supported: this family turns all "
             "channels of a head"
         )
-    read = {"rope_theta": found.get("rope_theta", base_there), "rope_scaling": values}
+    read |= {"rope_theta": found.get("rope_theta", base_there), "rope_scaling": values}
     return {**read, "rotary_fraction": fraction} if partly else read
+
+
+def _lengths(content: Content, section: Content, found: Content, theirs: str) -> dict[str, Any]:
+    """Return the original length of context that config.json (`content`) gives beside the object
+    `found`, or else the model's own; for longrope also the factor that follows from the two."""
+    longest = section["context_length"]
+    original = content.get(_ORIGINAL)
+    if theirs != "longrope":
+        return {"original_context_length": original or longest}
+    original = original or found.get(_ORIGINAL) or longest
+    are_numbers = type(original) is int and type(longest) is int and original > 0
+    return {
+        "original_context_length": original,
+        "factor": longest / original if are_numbers else None,
+    }
+
+
+def _longest(factor: Any, original: Any) -> Any:
+    """Return the tokens to which `dynamic` scaling by this factor extends a context of `original`
+    ones; the original where one is no such number, which the schema then refuses."""
+    are_numbers = type(factor) in (int, float) and type(original) is int
+    is_extended = are_numbers and 1 <= factor <= sys.maxsize
+    return int(original * factor) if is_extended else original
 
 
 def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict[str, float]:

@@ -295,12 +295,13 @@ def _check_positions(model: ModelConfig) -> None:
         )
     if model.positions == "rotary":
         _check_rotary(model)
+        scaling, n_channels = model.rope_scaling, model.turning_channels
+        scaling.check_fit(model.rope_theta, model.attention.type, n_channels)
 
 
 def _check_rotary(model: ModelConfig) -> None:
     """Raise ValueError unless head size · `rotary_fraction`, or latent attention's
-    `rope_head_size`, is even (rotated channels are pairs), and `rope_scaling` fits the model."""
-    model.rope_scaling.check_fit(model.rope_theta, model.attention.type)
+    `rope_head_size`, is even (rotated channels are pairs)."""
     if model.attention.type == "latent":
         if model.rope_channels % 2 or not model.rope_channels:
             raise ValueError(

@@ -83,6 +83,7 @@ class GPTSource(ModelSource):
             layout, T, mesh, in_kernels=forms.drops_by_blocks, ring_dtype=ring_dtype
         )
         attend_by(model, attention)
+        model.text_length = T
         forms.install(model)
         if layout.context > 1:
             model.attention_positions = partial(own_positions, layout, mesh.coordinates["context"])
