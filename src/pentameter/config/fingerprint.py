@@ -53,7 +53,8 @@ def defining_values(config: Config) -> dict[str, Any]:
         values["schedule.decay_steps"] = None if steps is None else steps - schedule.start_step
     if schedule.start_step == 0:  # as before there was such a key
         del values["schedule.start_step"]
-    for path in ("data.sources", "data.chat_template", "train.matmuls"):  # as above
+    factors = [f"model.rope_scaling.{length}_factors" for length in ("short", "long")]
+    for path in ("data.sources", "data.chat_template", "train.matmuls", *factors):  # as above
         if not values[path]:
             del values[path]
     usual: dict[str, Any] = {
