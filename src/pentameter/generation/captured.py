@@ -23,10 +23,8 @@ _RECORDING = threading.Lock()  # a server has a thread for each model
 
 def can_be_captured(device: torch.device, config: ModelConfig) -> bool:
     """Return whether steps of a model on `device` are recorded: on a GPU, unless it has experts,
-    for which the host waits to learn how many tokens each gets, or takes rotary factors from the
-    host."""
-    has_factors = config.rope_scaling.type == "longrope"
-    return device.type == "cuda" and config.experts.count is None and not has_factors
+    for which the host waits to learn how many tokens each gets."""
+    return device.type == "cuda" and config.experts.count is None
 
 
 class Captured:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -164,7 +165,9 @@ def _longrope_factors(config: ModelConfig, device: torch.device) -> Tensor:
     """Return the divisors of frequencies in short texts and in long ones, fp32 (2, R / 2)."""
     n, scaling = config.turning_channels // 2, config.rope_scaling
     factors = (scaling.short_factors or (1.0,) * n, scaling.long_factors or (scaling.factor,) * n)
-    return torch.tensor(factors, dtype=torch.float32, device=device)
+    # Filled one by one: a copy from the host would wait for the device.
+    full = partial(torch.full, (), dtype=torch.float32, device=device)
+    return torch.stack([torch.stack([full(fill_value=each) for each in one]) for one in factors])
 
 
 def _lowered_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
