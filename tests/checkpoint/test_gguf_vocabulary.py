@@ -13,7 +13,7 @@ from gguf_models import BPE, RULES, TEXTS, byte_level, sentencepiece_like
 
 from pentameter.checkpoint.gguf.vocabulary import TokenType, Vocabulary, vocabulary
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError
 

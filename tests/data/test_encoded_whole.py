@@ -24,7 +24,7 @@ from pentameter.data.tokenizers.chat import (
     ids_and_texts,
     without_marks,
 )
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.render_client import Rendering
 from pentameter.data.tokenizers.renderer import RenderRequest
 from pentameter.evaluate.multiple_choice import Question, encode_questions

@@ -9,7 +9,7 @@ import tokenizers
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chunking import Chunker
-from pentameter.data.tokenizers.published.library import Growth, LibraryTokenizer
+from pentameter.data.tokenizers.library import Growth, LibraryTokenizer
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import ConfigError, CorruptError
 

@@ -27,7 +27,7 @@ from pentameter.data.shards.token_stream import Source, is_token_stream, open_to
 from pentameter.data.tokenizers import chunking
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.chat import ChatTemplate
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.machine.child import PythonChild
 

@@ -17,7 +17,7 @@ from tokenizer_forms import FORMS
 
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.generation.detokenizer import Detokenizer
 

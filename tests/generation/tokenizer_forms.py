@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
 SCHEMES = ("prepend", "first", "always", "never")

@@ -24,7 +24,7 @@ from tiny import make_model
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.setting import gpt2_tokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))
 
 from tokenizer_forms import FORMS
 
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.serve.continuation import CachedDecoder, Continuation, Piece, TextRequest
 
 forms = pytest.mark.parametrize("tokenizer", FORMS.values(), ids=FORMS.keys())

@@ -15,7 +15,7 @@ from pentameter.config.tables import packaged_table
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.errors import ConfigError
 
 SPACE, ESCAPED_SPACE = " ", "▁"

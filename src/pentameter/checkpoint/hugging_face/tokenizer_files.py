@@ -24,7 +24,7 @@ from pentameter.data.tokenizers.base import End, Tokenizer
 from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import TEMPLATE_FILE, default_source, read_chat_template
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.published.sentencepiece_model import SentencePieceTokenizer
 from pentameter.data.tokenizers.render_client import ends_of_answers
 from pentameter.data.tokenizers.setting import GPT2, KINDS, is_gpt2, load_tokenizer

@@ -27,7 +27,7 @@ from pentameter.checkpoint.programs.program_model import (
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS
 from pentameter.data.tokenizers.chat import ChatTemplate
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.disk.atomic import read_json
 from pentameter.errors import ConfigError, CorruptError
 

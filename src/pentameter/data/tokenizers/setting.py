@@ -17,7 +17,7 @@ from pentameter.data.tokenizers.bpe import (
 )
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
-from pentameter.data.tokenizers.published.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.published.sentencepiece_model import SentencePieceTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.disk.atomic import read_json

@@ -1,1 +1,1 @@
-"""Tokenizers that came with a model from elsewhere, run by the libraries that define them."""
+"""Tokenizers that came with a model from elsewhere, run by the program that made them."""

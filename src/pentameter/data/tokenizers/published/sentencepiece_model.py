@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pentameter.data.tokenizers.base import Content, Encoded, Ids, LibraryBacked
 from pentameter.data.tokenizers.bpe import refuse_surrogates
 from pentameter.data.tokenizers.chat import APART, escaped, ids_and_texts
-from pentameter.data.tokenizers.published.library import MOST_CHARACTERS, Growth
+from pentameter.data.tokenizers.library import MOST_CHARACTERS, Growth
 from pentameter.errors import ConfigError, CorruptError, missing_package
 
 _SPACE = "▁"

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from pentameter.data.tokenizers.base import Content, Encoded, End, Ids, LibraryBacked
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, refuse_surrogates
-from pentameter.data.tokenizers.published.recognizing import (
+from pentameter.data.tokenizers.recognizing import (
     Recognizer,
     ids_of,
     library_errors,
