@@ -26,6 +26,7 @@ from pentameter.config.fields import choices_of, leaves, value_in
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.batches.step import training_batches
+from pentameter.data.corpora.records.rows import RowsRead
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
@@ -321,6 +322,7 @@ PATHS: dict[str, dict[str, Any]] = {
     # The weights say it all: nothing computes otherwise, and an export keeps them.
     "model.init": {"plan": make_plan, "plain": built},
     "data.order": {"train": lambda c: training_batches(c, split()), "eval": evaluated},
+    "data.bad_rows": {"read": lambda c: RowsRead(c.data.bad_rows)},
     "data.split_by": {"prepare": lambda c: Splitting(by=c.data.split_by)},
     "optimizer.name": {"plan": make_plan, "build": optimizer_of, "hash": config_hash},
     "optimizer.decay": {"build": optimizer_of},
@@ -347,6 +349,7 @@ PATHS: dict[str, dict[str, Any]] = {
     },
     "train.compile": {"engine": lambda c: choose_compile(c.train.compile, CPU, total_flops=1.0)},
     "train.eval_interval": {"plan": make_plan},
+    "train.eval_tokens": {"plan": make_plan},
     "train.sample_interval": {"plan": make_plan},
     "parallel.zero": {"plan": make_plan},
     "parallel.schedule": {

@@ -361,13 +361,16 @@ def _eval_tokens(config: Config, interval: int | None, batch_size: int) -> int |
     """Return the tokens of the validation split that an evaluation reads; None for all of them.
     `interval` is the number of steps between two evaluations, None for never; a training step
     takes three times the FLOPs of an evaluation of as many tokens."""
-    asked = config.train.eval_tokens
-    if asked != "auto":
-        return asked
-    if interval is None:
-        return None
-    between = interval * batch_size * config.model.context_length
-    return max(LEAST_EVALUATION_TOKENS, round(3 * EVALUATION_SHARE * between))
+    match config.train.eval_tokens:
+        case "auto" if interval is None:
+            return None
+        case "auto":
+            between = interval * batch_size * config.model.context_length
+            return max(LEAST_EVALUATION_TOKENS, round(3 * EVALUATION_SHARE * between))
+        case int() | None as asked:
+            return asked
+        case unknown:
+            refuse_unknown(unknown, "train.eval_tokens", "the planner")
 
 
 def auto_interval(n_steps: int) -> int:

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pentameter.config.choices import look_up
 from pentameter.errors import CorruptError
 
 SKIP = "skip"
 """Value of `data.bad_rows` that leaves rows out."""
+SKIPS = {"refuse": False, SKIP: True}
 BAD_ROWS_SHOWN = 3
 """Most rows that a warning about rows left out names, with their reasons."""
 LONGEST_REASON = 240
@@ -33,7 +35,7 @@ class RowsRead:
     `data.bad_rows` says (`policy`, "refuse" or "skip")."""
 
     def __init__(self, policy: str) -> None:
-        self._is_skipping = policy == SKIP
+        self._is_skipping = look_up(SKIPS, policy, "data.bad_rows", "reading rows")
         self._first: list[str] = []
         self.n_left_out = 0
         self.forms: Counter[str] = Counter()
