@@ -362,9 +362,9 @@ def _eval_tokens(config: Config, interval: int | None, batch_size: int) -> int |
     `interval` is the number of steps between two evaluations, None for never; a training step
     takes three times the FLOPs of an evaluation of as many tokens."""
     match config.train.eval_tokens:
-        case "auto" if interval is None:
-            return None
         case "auto":
+            if interval is None:
+                return None
             between = interval * batch_size * config.model.context_length
             return max(LEAST_EVALUATION_TOKENS, round(3 * EVALUATION_SHARE * between))
         case int() | None as asked:

@@ -179,6 +179,7 @@ def test_a_run_of_before_is_read():
     added_since |= {"data.form": "auto", "data.bad_rows": "refuse", "train.eval_tokens": None}
     added_since |= {"checkpoint.keep_before_cooldown": False}
     added_since |= dict.fromkeys(ADDED_TO_THE_MODEL)
+    added_since |= {f"model.rope_scaling.{length}_factors": [] for length in ("long", "short")}
     assert found | added_since == {
         path: list(value) if isinstance(value, tuple) else value
         for path, value in values_of(load_config(RUN / "config.toml")).items()
