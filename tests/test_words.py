@@ -1,4 +1,4 @@
-"""The words in the names of the package: those that the house gave up do not come back."""
+"""Words in the names of the package that the house gave up, and marks of conflicts in any file."""
 
 from __future__ import annotations
 
@@ -77,3 +77,10 @@ def test_private_names_of_torch_are_listed_with_what_is_missing():
     }
     assert found
     assert not [name for name in sorted(found) if name not in listed]
+
+
+def test_no_file_holds_both_sides_of_a_conflict():
+    places = ("*.md", "docs/**/*.md", "examples/**/*", "configs/*", "src/**/*", "tests/**/*")
+    texts = (path for place in places for path in ROOT.glob(place) if path.is_file())
+    conflict = re.compile(rb"^(<{7}|>{7}) ", re.MULTILINE)
+    assert not [str(path) for path in texts if conflict.search(path.read_bytes())]
