@@ -100,10 +100,10 @@ def test_a_chat_model_is_chatted_with_and_an_image_in_an_answer_is_text(tmp_path
 
 WANTS_A_KEY = """
 window.fetch = async (path, {headers}) => headers.Authorization === "Bearer k"
-  ? {json: async () => ({data: [{id: "plain", has_chat_template: false}]})} : {status: 401};
+  ? {json: async () => ({data: [{id: "talker", has_chat_template: true}]})} : {status: 401};
 setTimeout(() => {
   const said = [$("keyed").hidden, $("state").textContent];
-  $("key").value = "k"; $("key").dispatchEvent(new Event("change"));
+  $("key").value = "k"; $("key").dispatchEvent(new Event("change", {bubbles: true}));
   setTimeout(() => { document.title = [...said, $("state").textContent, $("mode").value,
     location.hash.includes("k=")].join(); }, 500);
 }, 500);
@@ -112,9 +112,9 @@ setTimeout(() => {
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
-def test_the_page_asks_for_the_key_and_keeps_it_out_of_the_link(tmp_path):
+def test_the_page_asks_for_the_key_keeps_it_out_of_the_link_and_chats_with_a_chat_model(tmp_path):
     shown = dom(tmp_path, page_with(tmp_path, WANTS_A_KEY))
-    assert "<title>false,this server wants its API key,ready,write,false</title>" in shown
+    assert "<title>false,this server wants its API key,ready,chat,false</title>" in shown
 
 
 @pytest.mark.slow
