@@ -1,4 +1,5 @@
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def test_conversations_are_told_by_their_form_and_bad_rows_counted(tmp_path, cap
     assert run([*arguments, "--bad-rows", "skip"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("alpaca.json · 8 conversations, Alpaca's form\n")
-    assert "warning: 1 of 9 row is left out" in said.err
+    assert "warning: 1 of 9 rows is left out" in said.err
 
 
 def test_several_files_and_another_tokenizer(tmp_path, text_file):
@@ -130,6 +131,7 @@ def test_without_a_terminal_progress_is_plain_lines_on_standard_error(
     tmp_path, text_file, monkeypatch, capsys
 ):
     monkeypatch.setattr("pentameter.data.progress.LINE_SECONDS", 0.0)
+    importlib.import_module("torch")  # so that no first line is said
     assert run([str(text_file), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
     lines = said.err.splitlines()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,8 +76,8 @@ def test_every_verb_has_one_but_those_that_answer_at_once():
 
 
 def test_where_torch_is_there_already_nothing_is_said(capsys):
+    importlib.import_module("torch")
     parse(SampleArguments, ["runs/x"], verb="sample")
-    assert "torch" in sys.modules
     assert capsys.readouterr().err == ""
 
 
@@ -90,7 +92,7 @@ def test_where_torch_is_there_already_nothing_is_said(capsys):
     ],
 )
 def test_one_process_says_it(monkeypatch, capsys, environment, speaks):
-    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the machine's load is measured
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1234")
@@ -103,3 +105,9 @@ def test_one_process_says_it(monkeypatch, capsys, environment, speaks):
 def test_nothing_named_is_nothing_read():
     asked = module_of("serve").ServeArguments(())
     assert first_line("serve", asked) is None
+
+
+def test_a_training_without_a_source_reads_the_model_it_begins_with():
+    asked = module_of("train").TrainArguments(None, init_from=Path("tiny"))
+    assert first_line("train", asked) == "reading the model tiny …"
+    assert first_line("train", module_of("train").TrainArguments(None)) is None

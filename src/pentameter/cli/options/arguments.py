@@ -56,6 +56,8 @@ FIRST_LINES = {
     "doctor": "looking at this machine …",
 }
 """Verb → the line, with the names of options in braces. A verb that answers at once has none."""
+LINES_WITHOUT_A_SOURCE = {"train": "reading the model {init_from} …"}
+"""Verb → its line where `source` is None: the configuration is then that of a model."""
 MOST_NAMED = 3
 """Most models, runs or files that a first line names."""
 
@@ -124,12 +126,17 @@ def first_line(verb: str, asked: object) -> str | None:
     if verb not in FIRST_LINES:
         return None
     options = {name: _named(value) for name, value in vars(asked).items()}
-    if any(f"{{{name}}}" in FIRST_LINES[verb] and not text for name, text in options.items()):
+    line = FIRST_LINES[verb]
+    if verb in LINES_WITHOUT_A_SOURCE and not options["source"]:
+        line = LINES_WITHOUT_A_SOURCE[verb]
+    if any(f"{{{name}}}" in line and not text for name, text in options.items()):
         return None
-    return FIRST_LINES[verb].format_map(options)
+    return line.format_map(options)
 
 
 def _named(value: Any) -> str:
+    if value is None:
+        return ""
     values = value if isinstance(value, tuple) else (value,)
     more = f" and {len(values) - MOST_NAMED} more" if len(values) > MOST_NAMED else ""
     return listed(values[:MOST_NAMED]) + more
