@@ -50,7 +50,7 @@ def test_a_bad_row_is_refused_or_left_out(tmp_path, kind):
         found = opened(path, warnings, bad_rows="skip")
         assert found.holds == ("6 conversations, Alpaca's form",)
         (warning,) = (each for each in warnings if "left out" in each)
-        assert warning.startswith("1 of 7 row is left out (data.bad_rows='skip'): ")
+        assert warning.startswith("1 of 7 rows is left out (data.bad_rows='skip'): ")
         assert "x.jsonl, line 3" in warning
 
 
@@ -84,7 +84,7 @@ def test_what_a_template_refuses_is_a_bad_row(tmp_path):
     warnings = []
     found = opened(path, warnings, chat_template=str(template), bad_rows="skip")
     assert found.holds == ("5 conversations, Alpaca's form",)
-    assert any("1 of 6 row is left out" in each and "no q1" in each for each in warnings)
+    assert any("1 of 6 rows is left out" in each and "no q1" in each for each in warnings)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet"])

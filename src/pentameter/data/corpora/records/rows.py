@@ -72,9 +72,9 @@ class RowsRead:
         first are; an empty list if none was."""
         if not self.n_left_out:
             return []
-        are = "row is" if self.n_left_out == 1 else "rows are"
+        are = "is" if self.n_left_out == 1 else "are"
         return [
-            f"{self.n_left_out:,} of {n_used + self.n_left_out:,} {are} left out "
+            f"{self.n_left_out:,} of {n_used + self.n_left_out:,} rows {are} left out "
             f"(data.bad_rows={SKIP!r}): {self.first_left_out}"
         ]
 
