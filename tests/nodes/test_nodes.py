@@ -6,12 +6,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 
 import pytest
 
+from pentameter import __main__ as pentameter_main
+from pentameter.cli import train
+from pentameter.cli.options.arguments import parse
+from pentameter.config.files.load import load_config
 from pentameter.record.reading import read_run
 from pentameter.report.pages.page import render_page
+from trials.nodes import noting
 from trials.nodes import trial as trials
 from trials.nodes.half_lost import lose_half
 from trials.nodes.network import reason_not_to
@@ -68,3 +75,18 @@ def test_a_batch_that_differs_is_a_problem_of_its_trial(tmp_path, monkeypatch):
     assert problems() == ["", ""]
     note("run", 3, (6, {1: "c"}))  # by a process whose step was made again
     assert problems() == ["", "the batch of step 6 differs"]
+
+
+def test_ranks_of_several_nodes_note_their_batches(tmp_path, monkeypatch):
+    """What trials run in place of `pentameter train` follows the launcher of today."""
+    chosen = []
+    monkeypatch.setattr(sys, "argv", ["noting", "train", "grammar", "--nodes", "2"])
+    monkeypatch.setattr(train, "AS_RANK", train.AS_RANK)
+    monkeypatch.setattr(pentameter_main, "main", lambda: chosen.append(train.AS_RANK))
+    noting.main()
+    (function,) = chosen
+    module, _, name = function.partition(":")
+    assert getattr(importlib.import_module(module), name) is noting.train_as_rank
+    options = parse(train.TrainArguments, ["grammar", "--nodes", "2"], verb="train")
+    launch = train._launch(load_config("grammar"), options, ["grammar", "--nodes", "2"])
+    assert launch.program._function == function

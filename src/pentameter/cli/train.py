@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 IMPORTED = "pentameter.train.loop"
 """The module that a fork server imports before it forks ranks: it imports torch, and nearly all
 that training needs."""
+AS_RANK = "pentameter.cli.train:train_as_rank"
+"""The function that a process calls to train as one of several ranks."""
 EXCLUSIVE = (
     *(("sweep", "time"), ("layout", "time")),
     *(("nodes", "time"), ("nodes", "sweep"), ("respawn", "time"), ("respawn", "sweep")),
@@ -206,7 +208,7 @@ def _launch(config: Config, parsed: TrainArguments, arguments: list[str]) -> Lau
 
     launching = ("nproc", "nodes", "respawn", "layout", "resume")
     return Launch(
-        program=Preloaded(IMPORTED, "pentameter.cli.train:train_as_rank", parsed.nproc or 1),
+        program=Preloaded(IMPORTED, AS_RANK, parsed.nproc or 1),
         arguments=without_options(arguments, launching),
         n_processes=parsed.nproc or 1,
         config=config,
