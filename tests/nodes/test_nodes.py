@@ -25,8 +25,10 @@ from trials.nodes.network import reason_not_to
 from trials.nodes.trial import TRIALS, Trial, failure_bound, table
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", TRIALS)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind == "node_off" else pytest.param(kind, marks=pytest.mark.slow) for kind in TRIALS],
+)
 def test_a_run_on_three_nodes_survives(kind, tmp_path):
     if (reason := reason_not_to()) is not None:
         pytest.skip(reason)
