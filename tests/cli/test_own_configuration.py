@@ -126,3 +126,20 @@ def test_what_is_missing_is_said(folder, capsys):
     assert "what to train is not said" in capsys.readouterr().err
     assert main(["train", "--init-from", "nothing", "--data.path", "chats.jsonl"]) == 2
     assert "nothing does not exist" in capsys.readouterr().err
+
+
+def test_a_run_is_trained_on_other_text_with_its_own_tokenizer(folder, capsys):
+    (folder / "cats.txt").write_text("the cat sat on the mat. " * 60)
+    (folder / "dogs.txt").write_text("dogs bark at night; so does Bert. " * 60)
+    tiny = ["--model.n-layers=1", "--model.d-model=16", "--model.attention.n-heads=2"]
+    tiny += ["--model.context-length=16", "--data.tokenizer=bpe:270"]
+    assert main(["train", "cats.txt", *tiny, *SMALL]) == 0
+    command = ["train", "--init-from", "runs/cats", "--data.path", "dogs.txt", *SMALL]
+    assert main(command) == 0
+    runs = (load_model(folder / "runs" / name) for name in ("cats", "dogs-tuned"))
+    assert len({run.tokenizer.hash for run in runs}) == 1
+    shutil.rmtree(folder / "cache")  # which is written again
+    assert main(command) == 0
+    assert "complete already" in capsys.readouterr().out
+    assert main([*command, "--name=another", "--data.tokenizer=bpe:260"]) == 2
+    assert "is not the data's" in capsys.readouterr().err

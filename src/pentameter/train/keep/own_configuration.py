@@ -6,16 +6,17 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from pentameter.checkpoint.folders.opening import find_model, is_hugging_face
+from pentameter.checkpoint.folders.opening import check_sizes, find_model, is_hugging_face
 from pentameter.config.files.command_source import configuration_of
-from pentameter.config.files.load import Overrides
+from pentameter.config.files.load import Overrides, flat_overrides, load_config
 from pentameter.config.schema import Config
+from pentameter.data.tokenizers.setting import is_made_from_text, load_tokenizer
 from pentameter.disk.atomic import make_folder, write_atomic
 from pentameter.disk.cache import cache_folder, telling_of_the_cache
 from pentameter.estimating.bytes.plan_estimates import plan_memory
 from pentameter.planning.plan import make_plan
 
-CONFIG_FILE = "config.toml"
+CONFIG_FILE, TOKENIZER_FILE = "config.toml", "tokenizer.json"
 ACTIVATION_BYTES = 2e9
 """Whole batches are micro-batches if their planned activations are at most this."""
 
@@ -30,7 +31,16 @@ def configuration_to_train(
     Raises ConfigError if `source` and `init_from` are None, and for a folder that holds no model.
     """
     own = None if init_from is None else partial(own_configuration, init_from)
-    return configuration_of(source, overrides, own)
+    chosen, given = configuration_of(source, overrides, own)
+    if init_from is None or chosen is source or not isinstance(chosen, Path):
+        return chosen, given
+    if not is_made_from_text(load_config(chosen).data.tokenizer):
+        return chosen, given
+    if (checkpoint := find_model(init_from, check=check_sizes)) is None:
+        return chosen, given
+    # The same setting would make another tokenizer from the new text.
+    kept = _kept(load_tokenizer(checkpoint.path / TOKENIZER_FILE).to_bytes())
+    return chosen, {"data.tokenizer": str(kept), **flat_overrides(given)}
 
 
 def own_configuration(model: Path) -> Path | Config:
@@ -47,14 +57,18 @@ def own_configuration(model: Path) -> Path | Config:
     config = with_micro_batch(stored.config)
     if config.data.tokenizer == "gpt2":  # which is found beside the model
         return config
-    content = stored.tokenizer.to_bytes()
-    folder = cache_folder() / "tokenizers" / sha256(content).hexdigest()[:24]
-    file = folder / "tokenizer.json"
+    return config.updated({"data.tokenizer": str(_kept(stored.tokenizer.to_bytes()))})
+
+
+def _kept(tokenizer: bytes) -> Path:
+    """Return the file in the cache folder that holds a tokenizer, written if it is not there."""
+    folder = cache_folder() / "tokenizers" / sha256(tokenizer).hexdigest()[:24]
+    file = folder / TOKENIZER_FILE
     with telling_of_the_cache():
         if not file.is_file():
             make_folder(folder)
-            write_atomic(file, content)
-    return config.updated({"data.tokenizer": str(file)})
+            write_atomic(file, tokenizer)
+    return file
 
 
 def with_micro_batch(config: Config) -> Config:
