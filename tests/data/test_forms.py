@@ -6,7 +6,7 @@ import pytest
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora.conversations import Chat, Conversations, Exchange
-from pentameter.data.corpora.records.forms import forms, record_fields
+from pentameter.data.corpora.records.forms import AUTO, forms, missing_key, record_fields
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.corpora.text import Text
 from pentameter.data.open_dataset import open_dataset
@@ -299,3 +299,28 @@ def test_the_table_names_what_it_should():
     for form in forms().values():
         ways = [form.messages is not None, bool(form.asked and form.answer), bool(form.refused)]
         assert sum(ways) == 1, form.name
+
+
+@pytest.mark.parametrize(
+    ("keys", "chosen", "missing"),
+    [
+        (
+            ["instruction", "input"],
+            AUTO,
+            "'output' (Alpaca's form) or 'response' (pairs of instruction and response)",
+        ),
+        (["instruction", "input", "id"], "alpaca", "'output' (Alpaca's form)"),
+        (["output"], "alpaca", "'instruction' (Alpaca's form)"),
+        (["other"], AUTO, ""),
+        (["id"], "problem-solution", ""),
+    ],
+)
+def test_the_key_that_a_record_lacks_is_named(keys, chosen, missing):
+    assert missing_key(keys, chosen) == missing
+
+
+def test_an_answer_without_a_value_is_named_with_its_place(tmp_path):
+    good, bad = {"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}
+    path = array(tmp_path / "x.json", [good, bad])
+    with pytest.raises(CorruptError, match=r"record 2 \(line \d+\).*'output' \(Alpaca's form\)"):
+        open_dataset(DataConfig(path=path, chat_template="chatml"))

@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pentameter.data.corpora.files import check_encodable
-from pentameter.data.corpora.records.forms import AUTO, Form, form_of, messages_of, record_fields
+from pentameter.data.corpora.records.forms import (
+    AUTO,
+    Form,
+    form_of,
+    messages_of,
+    missing_key,
+    record_fields,
+)
 from pentameter.data.corpora.records.rows import BadRowError, RowsRead
 from pentameter.data.corpora.text import Corpus
 from pentameter.data.messages import normalized, normalized_tools, normalized_variables
@@ -91,9 +98,9 @@ def _conversation(record: Mapping[str, Any], chosen: str, where: str) -> Convers
     form = form_of(keys, chosen, where)
     if form is None:
         expected = "any form" if chosen == AUTO else f"the form {chosen!r}"
-        raise BadRowError(
-            f"{where} is no conversation: its keys are {sorted(keys)}, not those of {expected}"
-        )
+        missing = missing_key(keys, chosen)
+        why = f"and {missing} is missing" if missing else f"not those of {expected}"
+        raise BadRowError(f"{where} is no conversation: its keys are {sorted(keys)}, {why}")
     if form.is_plain and isinstance(record[form.answer], str):
         return _exchange(record, form, where)
     try:

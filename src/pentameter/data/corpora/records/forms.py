@@ -133,6 +133,27 @@ def form_of(keys: Iterable[str], chosen: str, where: str) -> Form | None:
     return found[0] if found else None
 
 
+def missing_key(keys: Iterable[str], chosen: str) -> str:
+    """Return, in words, the key without which a record has no form: "'output' (Alpaca's form)", of
+    several forms with "or" between them; "" if more than one key is missing for every form.
+
+    keys: the record's keys that have values. chosen: `data.form`, a form's name or AUTO.
+    """
+    present = _known_keys().intersection(keys)
+    near = [
+        form
+        for form in forms().values()
+        if not form.refused and chosen in (AUTO, form.name)
+        if len(form.keys - present) == 1 and form.keys & present
+    ]
+    n_known = [len((form.keys | form.optional) & present) for form in near]
+    return " or ".join(
+        f"{min(form.keys - present)!r} ({form.said})"
+        for form, n in zip(near, n_known, strict=True)
+        if n == max(n_known)
+    )
+
+
 @cache
 def _known_keys() -> frozenset[str]:
     return frozenset().union(*(form.keys | form.optional for form in forms().values()))
