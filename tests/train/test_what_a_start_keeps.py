@@ -40,7 +40,13 @@ TABLE = table()
 
 def sections(**others):
     return {
-        "train": {"steps": 24, "eval_interval": 4, "sample_interval": 6, "sample_tokens": 2},
+        "train": {
+            "steps": 24,
+            "eval_interval": 4,
+            "eval_tokens": 32,
+            "sample_interval": 6,
+            "sample_tokens": 2,
+        },
         "checkpoint": {"interval": 24, "asynchronous": False, "keep_last": 9},
         "guard": {"spike_factor": 1000.0, "window": 8, "skips": 1, "rollback_interval": 5},
         **others,
