@@ -21,6 +21,7 @@ A counter has 32 bits, so that draw 2^32 of a key is draw 0 again. These count, 
 | | documents, rows or blocks, permuted | index | up to 2^62, by `permute` |
 | `data/batches/mixture.py` | which source a row has | row of a block | a block's rows |
 | `data/corpora/grammar.py` | the source; its text | state, character; character | some 10^6 |
+| `evaluate/sampled_split.py` | which windows are evaluated | index | up to 2^62, by `permute` |
 | `generation/sampling.py` | a token | position in the text | tokens of a text |
 | `checkpoint/state/upcycling.py` | channels begun anew | channel | an expert's width |
 | `checkpoint/state/replicas.py` | multipliers of a hash | word | 2^18 |

@@ -267,8 +267,8 @@ def test_caches_give_the_logits_of_a_whole_pass():
     parts = [model(part, cache=cache) for part in tokens.split([9, 1, 1, 20, 9], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
     slots = Slots(model, BPE.vocab_size, 2)
-    first = torch.from_numpy(slots.read(1, tokens[0, :20].tolist(), 0))
+    first = torch.from_numpy(slots.read(1, tokens[0, :20].tolist(), 0, 20))
     torch.testing.assert_close(first, whole[0, 19], rtol=0, atol=1e-12)
     for number in range(20, 40):
-        (found,) = slots.write({1: (int(tokens[0, number]), number)}).values()
+        (found,) = slots.write({1: (int(tokens[0, number]), number, number + 1)}).values()
         torch.testing.assert_close(torch.from_numpy(found), whole[0, number], rtol=0, atol=1e-12)

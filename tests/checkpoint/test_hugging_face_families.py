@@ -297,9 +297,18 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
     [
         ("llama", {"attention_bias": 2}, "model.attention.qkv_bias=2 must be"),
         ("llama", {"hidden_act": "relu"}, "hidden_act='relu' .* possible: silu, swish, gelu"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' .* possib"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "has no short_factor, which",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "other"}}, "rope_type='other' .* possib"),
         ("llama", {"rope_parameters": {**YARN, "mscale": "1"}}, "mscale='1' is not a number"),
-        ("llama", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling: rope_type='dynamic'"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic"}},
+            "no factor, which .*='dynamic'",
+        ),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
         ("llama", {"rope_scaling": [1]}, r"rope_scaling=\[1\] is not an object"),
         ("llama", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section=.* not supported"),

@@ -10,13 +10,13 @@ import torch
 from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.checkpoint.folders.model_folder import StoredModel, save_model
 from pentameter.checkpoint.state.state_dicts import model_state
-from pentameter.cli.import_ import with_micro_batch
 from pentameter.cli.main import main
 from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.model.gpt import build_model
+from pentameter.train.keep.own_configuration import with_micro_batch
 
 TEXT = "the cat sat on the mat, and that was that.\n" * 40
 BPE = train_bpe([TEXT], 280)

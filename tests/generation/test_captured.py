@@ -118,7 +118,11 @@ def test_the_server_s_replayed_rows_have_the_bits_of_single_passes(
     assert not records  # none for shapes that may never be used
     plain.shapes = shapes
     for position in range(20):
-        rows = {n: ((5 * n + 7 * position) % V, position) for n in range(4) if n != position % 3}
+        rows = {
+            n: ((5 * n + 7 * position) % V, position, position + 1)
+            for n in range(4)
+            if n != position % 3
+        }
         found, expected = slots.write(rows), plain.write(rows)
         assert all((found[n] == expected[n]).all() for n in rows)
     assert records
@@ -131,7 +135,7 @@ def test_a_recorded_step_waits_for_nothing(kind: str) -> None:
     window, slots = _Window(model, 3, V), Slots(make_model(META, **MODELS[kind]), V, 3)
     with torch.inference_mode(), Making(), Device():
         assert window._one_more(16, inputs).shape == (3, V)
-        assert slots._written(slice(0, 3), 16, inputs[:3].expand(3, 3)).shape == (3, V)
+        assert slots._written(slice(0, 3), 16, inputs[:3].expand(4, 3)).shape == (3, V)
 
 
 def test_a_gpu_captures_what_waits_for_nothing() -> None:

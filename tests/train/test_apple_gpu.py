@@ -96,7 +96,7 @@ def test_the_server_reads_and_writes_there(tmp_path, text):
     def logits(device: str) -> list[np.ndarray]:
         model = load_model(tmp_path / "run", device=device).model
         slots = Slots(model, model.config.vocab_size, 2)
-        return [slots.read(0, [1, 2, 3], 0), slots.write({0: (4, 3)})[0]]
+        return [slots.read(0, [1, 2, 3], 0, 3), slots.write({0: (4, 3, 4)})[0]]
 
     here = logits("cpu")
     with simulated_mps():

@@ -114,7 +114,8 @@ class Ahead(Source):
             self._error = error
             if not isinstance(error, PentameterError):
                 return
-            failure = {"error": type(error).__name__, "message": str(error)}
+            known = next(each for each in type(error).__mro__ if each.__name__ in _ERRORS)
+            failure = {"error": known.__name__, "message": str(error)}
             write_atomic(failure_file(self._folder), json.dumps(failure).encode())
 
     def _write_next(self) -> None:
