@@ -17,15 +17,9 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 pytest.importorskip("openai", reason="the client is not installed")
 pytest.importorskip("llguidance", reason="llguidance, of the extra `serve`, is not installed")
 
-import openai
 from fastapi.testclient import TestClient
 from scripted import TEMPLATE, Speaker
-
-from pentameter.machine.address import LOOPBACK
-from pentameter.serve.app import create_app
-from pentameter.serve.endpoints.requests import Limits
-from pentameter.serve.guard import Access
-from pentameter.serve.worker import Worker
+from spoken_to import openai_client, serving
 
 QUESTION = {"role": "user", "content": "Is it wet?"}
 OBJECT = {
@@ -55,21 +49,13 @@ def client() -> Iterator[TestClient]:
     speaker = Speaker("speaker", TEMPLATE)
     speaker.answers('{"kind": "snow", "wet": 1}<|im_end|>', [QUESTION])
     speaker.answers('{"a": [1, "é"]} And so on.<|im_end|>', [OBJECT])
-    worker = Worker(most_waiting=8)
-    worker.add(speaker.served)
-    limits = Limits(max_tokens=200, texts=4, seconds=60, body_bytes=10_000)
-    with TestClient(
-        create_app(worker, limits, Access(LOOPBACK)), base_url="http://127.0.0.1:8000"
-    ) as found:
+    with serving(speaker) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def completions(client: TestClient) -> Any:
-    api = openai.OpenAI(
-        base_url="http://127.0.0.1:8000/v1", api_key="none", http_client=client, max_retries=0
-    )
-    return api.chat.completions
+    return openai_client(client).chat.completions
 
 
 def test_an_answer_is_parsed_by_the_client(completions: Any) -> None:
@@ -183,12 +169,7 @@ def test_a_vocabulary_that_cannot_write_it_is_told(client: TestClient) -> None:
 
 def test_without_the_package_it_is_refused(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    worker = Worker(most_waiting=8)
-    worker.add(Speaker("speaker", TEMPLATE).served)
-    limits = Limits(max_tokens=200, texts=4, seconds=60, body_bytes=10_000)
-    with TestClient(
-        create_app(worker, limits, Access(LOOPBACK)), base_url="http://127.0.0.1:8000"
-    ) as api:
+    with serving(Speaker("speaker", TEMPLATE)) as api:
         body = {"messages": [QUESTION], "response_format": {"type": "json_object"}}
         answer = api.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400

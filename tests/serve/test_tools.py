@@ -15,16 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 pytest.importorskip("openai", reason="the client is not installed")
 
-import openai
 from fastapi.testclient import TestClient
 from scripted import TEMPLATE, Speaker
+from spoken_to import openai_client, serving
 
 from pentameter.data.tokenizers.chat import CHATML_TEMPLATE
-from pentameter.machine.address import LOOPBACK
-from pentameter.serve.app import create_app
-from pentameter.serve.endpoints.requests import Limits
-from pentameter.serve.guard import Access
-from pentameter.serve.worker import Worker
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {
@@ -62,22 +57,14 @@ def client() -> Iterator[TestClient]:
     unknown = Speaker(
         "unknown", "{{ tools }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    worker = Worker(most_waiting=8)
-    for each in (speaker, plain, unknown):
-        worker.add(each.served)
-    limits = Limits(max_tokens=200, texts=4, seconds=60, body_bytes=10_000)
-    with TestClient(
-        create_app(worker, limits, Access(LOOPBACK)), base_url="http://127.0.0.1:8000"
-    ) as found:
+    with serving(speaker, plain, unknown) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def asked(client: TestClient) -> Any:
     """What asks the model with the tools, by OpenAI's client."""
-    api = openai.OpenAI(
-        base_url="http://127.0.0.1:8000/v1", api_key="none", http_client=client, max_retries=0
-    )
+    api = openai_client(client)
 
     def ask(**fields: Any) -> Any:
         defaults = {"model": "speaker", "messages": [QUESTION], "temperature": 0, "max_tokens": 150}

@@ -12,10 +12,8 @@ import pentameter as pm
 from pentameter.cli.main import main
 from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.train.timed import time_budget
 from pentameter.train.timed.size_law import best_rate, tuning_rate
 from pentameter.train.timed.time_kept import MovedEnd, TimeKept
-from pentameter.train.timed.trial import Pace
 
 TINY = {
     "model.n_layers": 1,
@@ -31,24 +29,7 @@ TINY = {
 OPTIONS = [f"--{key}={'none' if value is None else value}" for key, value in TINY.items()]
 
 
-@pytest.fixture(autouse=True)
-def trials(tmp_path, monkeypatch):
-    """The configurations that were tried, of a text in the current folder."""
-    (tmp_path / "novel.txt").write_text("It was a dark and stormy night; the rain fell. " * 60)
-    monkeypatch.chdir(tmp_path)
-    tried = []
-
-    def measure(config, dataset, seconds):
-        tried.append(config)
-        return Pace(2.0, 0.05, 1.0, 1e9, compiled=False)
-
-    monkeypatch.setattr(time_budget, "CLOSING_SECONDS", 0.0)
-    monkeypatch.setattr(time_budget, "measure_pace", measure)
-    # The choice depends on the clock and on this machine's speed, which here stand still.
-    monkeypatch.setattr(time_budget.TimeBudget, "used", 1.0)
-    monkeypatch.setattr(time_budget, "_expected_flops", lambda config: 1e10)
-    monkeypatch.setattr(time_budget, "_fraction_of_cores", lambda: 1.0)
-    return tried
+pytestmark = pytest.mark.usefixtures("trials")
 
 
 def chosen_by_the_command(capsys, source, *options):
