@@ -9,20 +9,22 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from pentameter.config.choices import DECAY_KEYS, FILE_DEFAULTS, TEMPLATE_DATE
+from pentameter.config.choices import DECAY_KEYS
 from pentameter.config.fields import leaves, sections, values_of
 from pentameter.config.messages import shown
 from pentameter.config.model.former_keys import former_path
 from pentameter.config.schema import Config
 from pentameter.config.tables import packaged_table
 
-ADDED_TO_THE_MODEL = (
-    "model.window_rope_theta",
-    "model.nope_layers",
-    "model.attention.score_size",
-    "model.attention.out_bias",
+ADDED = (
+    *("model.window_rope_theta", "model.nope_layers"),
+    *("model.attention.score_size", "model.attention.out_bias"),
+    *("model.rope_scaling.short_factors", "model.rope_scaling.long_factors"),
+    *("data.sources", "data.chat_template", "data.template_date", "data.form", "data.bad_rows"),
+    *("schedule.start_step", "train.matmuls", "train.stream"),
 )
-"""Keys of `[model]` that are None in models as they were before there were such keys."""
+"""Keys that runs of earlier versions lack. At its default such a key trains as they did, and does
+not count."""
 
 
 @cache
@@ -35,6 +37,16 @@ def not_the_training() -> Mapping[str, str]:
         paths = [f"{path}.{key}" for key in section.model_fields] if section else [path]
         found |= dict.fromkeys(paths, why)
     return found
+
+
+@cache
+def _defaults_of_added() -> Mapping[str, Any]:
+    """Return dotted path → default value of each key in ADDED."""
+    parts = {path: path.rpartition(".") for path in ADDED}
+    return {
+        path: sections()[section].model_fields[key].default
+        for path, (section, _, key) in parts.items()
+    }
 
 
 def defining_values(config: Config) -> dict[str, Any]:
@@ -51,23 +63,10 @@ def defining_values(config: Config) -> dict[str, Any]:
     if "decay_steps" in used and schedule.decay_steps is None:
         steps = config.train.steps
         values["schedule.decay_steps"] = None if steps is None else steps - schedule.start_step
-    if schedule.start_step == 0:  # as before there was such a key
-        del values["schedule.start_step"]
-    factors = [f"model.rope_scaling.{length}_factors" for length in ("short", "long")]
-    for path in ("data.sources", "data.chat_template", "train.matmuls", *factors):  # as above
-        if not values[path]:
+    for path, default in _defaults_of_added().items():
+        if values[path] == default:
             del values[path]
-    usual: dict[str, Any] = {
-        "data.template_date": TEMPLATE_DATE,
-        **{f"data.{key}": FILE_DEFAULTS[key] for key in ("form", "bad_rows")},
-        **dict.fromkeys(ADDED_TO_THE_MODEL),
-    }
-    for path, value in usual.items():
-        if values[path] == value:  # as above
-            del values[path]
-    if config.train.stream == "weights":  # as above
-        del values["train.stream"]
-    if config.lora.rank is None:  # as above
+    if config.lora.rank is None:  # as before there were adapters
         values = {path: value for path, value in values.items() if not path.startswith("lora.")}
     guard = config.guard
     if guard.spike_factor is None:
