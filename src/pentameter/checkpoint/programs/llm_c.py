@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pentameter.checkpoint.hugging_face.families.table import family_in
-from pentameter.checkpoint.programs.nanogpt import ALWAYS, FAMILY
+from pentameter.checkpoint.programs.nanogpt import ALWAYS, FAMILY, gpt2_tokenizer
 from pentameter.checkpoint.programs.program_model import ProgramModel
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.setting import GPT2, build_tokenizer
 from pentameter.errors import ConfigError, CorruptError
 
 if TYPE_CHECKING:
@@ -61,9 +60,7 @@ def read(path: Path, tokenizer: Tokenizer | None) -> ProgramModel:
         "attention.qkv_bias": True,
         "feed_forward.activation": "gelu_tanh",
     }
-    if tokenizer is None:
-        tokenizer = build_tokenizer(GPT2, lambda: iter(()))
-    return ProgramModel(family_in(FAMILY), section, tensors, tokenizer, path)
+    return ProgramModel(family_in(FAMILY), section, tensors, tokenizer or gpt2_tokenizer(), path)
 
 
 def _shapes(T: int, V: int, L: int, D: int) -> list[tuple[str, tuple[int, ...]]]:

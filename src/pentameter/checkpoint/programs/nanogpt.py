@@ -83,7 +83,12 @@ def _tokenizer(path: Path, config: Any, vocab_size: Any) -> Tokenizer:
             f"{path} has {vocab_size} tokens, so not GPT-2's, and there is no {CHARACTERS}: copy "
             f"the one of its data folder to {places[0]}, or give --tokenizer FILE"
         )
-    return build_tokenizer(GPT2, lambda: iter(()))
+    return gpt2_tokenizer()
+
+
+def gpt2_tokenizer() -> Tokenizer:
+    """Return GPT-2's tokenizer, which both nanoGPT and llm.c train with."""
+    return build_tokenizer(GPT2, lambda: iter(()))  # nothing is built of text
 
 
 def _characters(path: Path) -> Tokenizer:
