@@ -73,7 +73,7 @@ class PrepareArguments:
     """The form in which records hold conversations: by their keys, or one by its name (`alpaca`,
     `sharegpt`, …; `text` for documents)."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What becomes of a record that cannot be used; `skip` leaves it out, and a warning counts
+    """The treatment of a record that cannot be used; `skip` leaves it out, and a warning counts
     them."""
     split_by: Literal["position", "document"] = "position"
     """`position`: the last part of the text is held out; `document`: each document goes to the

@@ -29,7 +29,7 @@ class ServeArguments:
     port: int = 8000
     """0 takes any that is free."""
     api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
-    """What requests must carry (Authorization: Bearer KEY). In the environment, as
+    """The key that requests must carry (Authorization: Bearer KEY). In the environment, as
     PENTAMETER_API_KEY, other users of this machine do not see it."""
     cors_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ORIGIN")] = ()
     """Sites whose pages may ask from a browser, such as https://chat.example; * is any."""

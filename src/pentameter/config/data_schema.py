@@ -109,7 +109,7 @@ class DataConfig(Section):
     field, else the form that their keys fit; or a form by its name (`alpaca`, `sharegpt`, …), as
     docs/fine-tuning.md lists them, or `text`."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What becomes of a record that cannot be used (no JSON, no answer, no text, …). `refuse`: it
+    """The treatment of a record that cannot be used (no JSON, no answer, no text, …). `refuse`: it
     ends the run before its first step; `skip`: it is left out, and a warning counts those and names
     the first."""
     encoding: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["encoding"]

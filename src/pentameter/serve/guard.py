@@ -39,7 +39,7 @@ class Access:
     hosts: Collection[str] | None
     """Names (without port) that the Host header may have, None for any."""
     api_key: str | None = field(default=None, repr=False)
-    """What requests must carry as their bearer token; None if they need none."""
+    """The bearer token that requests must carry; None if they need none."""
     origins: Collection[str] = ()
     """Origins of other sites whose pages may ask; `*` is any."""
 

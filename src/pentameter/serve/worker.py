@@ -117,14 +117,14 @@ class ServedModel:
 
     @cached_property
     def answer_form(self) -> AnswerForm:
-        """What the model's answers hold beside content, by the tokenizer's chat template."""
+        """The form of the model's answers beside content, by the tokenizer's chat template."""
         assert self.tokenizer.chat is not None
         ends = [self.tokenizer.decode([each]) for each in self.ends_of_answers]
         return recognized(self.tokenizer.chat, self.render, ends)
 
     @cached_property
     def constraints(self) -> Constraints:
-        """What compiles the grammars to which answers are held. Raises ConfigError if it cannot,
+        """The compiler of the grammars to which answers are held. Raises ConfigError if it cannot,
         for want of a package or as of the tokenizer."""
         return Constraints(self.tokenizer)
 

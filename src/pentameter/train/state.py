@@ -87,7 +87,7 @@ class TrainState:
     """The step of the newest checkpoint that was the best when saved; None without one."""
     best_loss: Finite | None = None
     best_of: str = "val"
-    """What the best loss was measured on: `val`, or `val-sample` and its tokens. Losses of two are
+    """The split of the best loss: `val`, or `val-sample` and its tokens. Losses of two are
     never compared."""
     evals_without_best: NonNegative = 0
     consecutive_skips: NonNegative = 0

@@ -1,5 +1,5 @@
-"""What llama.cpp computes of a model, as `architectures.toml` lists it: which families of Hugging
-Face it knows, by which names, and which settings of theirs."""
+"""The models that llama.cpp computes, as `architectures.toml` lists them: families of Hugging Face,
+their names there, and the settings that it knows."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NFC_NOTE = (
 
 
 class TokenType(IntEnum):
-    """What a token is, by llama.cpp's numbers."""
+    """The kind of a token, by llama.cpp's numbers."""
 
     NORMAL = 1
     UNKNOWN = 2

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 COMPILED_PREFIX = "_orig_mod."
-"""What `torch.compile` puts before the names of a module's tensors."""
+"""The prefix that `torch.compile` gives to the names of a module's tensors."""
 
 
 @dataclass(frozen=True)

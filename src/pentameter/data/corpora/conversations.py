@@ -42,7 +42,7 @@ class Exchange:
     prompt: str
     completion: str
     form: str = field(default="", compare=False)
-    """What the form of its record is called."""
+    """The name of its record's form."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the chat template, such as `enable_thinking`."""
     form: str = field(default="", compare=False)
-    """What the form of its record is called."""
+    """The name of its record's form."""
 
 
 Conversation = Exchange | Chat

@@ -72,7 +72,7 @@ class FileContents:
     form: str = FILE_DEFAULTS["form"]
     """The form of the records, `data.form`."""
     bad_rows: str = FILE_DEFAULTS["bad_rows"]
-    """What becomes of rows that cannot be used, `data.bad_rows`."""
+    """The treatment of rows that cannot be used, `data.bad_rows`."""
     json_has_records: bool = False
     """Whether `.json` files are read as records; else each is one text."""
 

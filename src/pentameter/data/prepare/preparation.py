@@ -144,7 +144,7 @@ class Preparation(ABC):
 
     @property
     def holds(self) -> str:
-        """What the corpus holds, in words ("52,002 conversations, Alpaca's form"); "" for text."""
+        """The corpus in words ("52,002 conversations, Alpaca's form"); "" for text."""
         return ""
 
     @abstractmethod

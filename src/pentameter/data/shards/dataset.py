@@ -288,7 +288,7 @@ class Dataset:
     header: Mapping[str, Any] = field(default_factory=dict)
     """The shards' header (`format.py`); empty for several data sets and for a stream."""
     holds: tuple[str, ...] = ()
-    """What the files of each data set hold, in words, "" for text; empty for prepared shards."""
+    """The content of each data set's files in words, "" for text; empty for prepared shards."""
 
     @property
     def vocab_size(self) -> int:

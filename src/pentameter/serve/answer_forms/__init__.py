@@ -1,1 +1,1 @@
-"""What families of models write in an answer beside its content: reasoning and calls of tools."""
+"""Reasoning and calls of tools in an answer, as each family of models writes them."""

@@ -13,7 +13,7 @@ from pentameter.serve.answer_forms.recognizing import CALL_ID, AnswerForm
 # The model chooses its tokens: `no_forcing` asks for no tokenization of ours.
 _HEAD = '%llguidance {"no_forcing": true}\nTEXT: /(.|\\n)*/\nID: /[a-zA-Z0-9]{9}/\n'
 _WHITE_SPACE = r"\x20|\n[\x20\t]{0,80}"
-"""What may stand between the signs of JSON: as programs write it, on a line or indented. Without a
+"""The white space between the signs of JSON: as programs write it, on a line or indented. Without a
 bound, white space could go on for ever."""
 
 

@@ -52,7 +52,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What the answers of a model's family hold beside content."""
+    """The parts of answers by a model's family beside content."""
 
     tags: Tags | None = None
     """The tags of reasoning; None if its template knows none."""

@@ -21,7 +21,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Said:
-    """What an answer says so far."""
+    """The parts of an answer so far."""
 
     content: str = ""
     reasoning: str = ""

@@ -20,7 +20,7 @@ class Answer(ABC):
     interface from the pieces of text as they come."""
 
     prefix: ClassVar[str]
-    """What the answer's id begins with."""
+    """The prefix of the answer's id."""
     ends_with_done: ClassVar[bool] = True
     """Whether the last line of a stream is `[DONE]`."""
 

@@ -1,4 +1,4 @@
-"""What a request for texts may ask for: the fields that all endpoints have, and limits."""
+"""The content of a request for texts: the fields that all endpoints have, and limits."""
 
 from __future__ import annotations
 

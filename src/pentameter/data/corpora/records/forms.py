@@ -30,7 +30,7 @@ class Form:
 
     name: str
     said: str
-    """What people are told of records in this form: "Alpaca's form"."""
+    """The form's name in messages: "Alpaca's form"."""
     keys: frozenset[str]
     """Keys that a record of this form has."""
     optional: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class Form:
     is_plain: bool = False
     """True if texts stay without a chat template."""
     refused: str = ""
-    """What can be done with records that are recognized and not read; "" for those that are."""
+    """The way out for records that are recognized and not read; "" for those that are."""
 
     @property
     def shown(self) -> str:
