@@ -236,10 +236,10 @@ def of_speed(tell: Tell, device: torch.device, config: Any, prompt: Any) -> None
         for n, is_replayed in cases:
             slots._steps.is_on = replay_on and is_replayed
             with warnings.catch_warnings(record=True) as warned:
-                slots.write(dict.fromkeys(range(n), (5, 10)))
+                slots.write(dict.fromkeys(range(n), (5, 10, 11)))
                 start = time.perf_counter()
                 for position in range(11, 11 + n_timed):
-                    slots.write(dict.fromkeys(range(n), (5, position)))
+                    slots.write(dict.fromkeys(range(n), (5, position, position + 1)))
             tell(
                 served=str(dtype),
                 texts=n,

@@ -76,15 +76,32 @@ case " $* " in
 esac
 exec g++ "$@"
 """
+WITHOUT_HEADERS = """#!/bin/sh
+[ $1 = --version ] && exec g++ $1
+echo 'probe.cpp:1: fatal error: no Python.h' >&2
+exit 1
+"""
 
 
-def test_a_compiler_without_openmp_as_apples_is_told_and_not_used(tmp_path):
-    compiler = tmp_path / "clang++"
-    compiler.write_text(WITHOUT_OPENMP)
+@pytest.mark.parametrize(
+    ("name", "script", "expected"),
+    [
+        (
+            "clang++",  # as Apple's
+            WITHOUT_OPENMP,
+            "unsupported option '-fopenmp' (install OpenMP, on macOS by `brew",
+        ),
+        ("broken-c++", WITHOUT_HEADERS, "no Python.h (install the Python headers"),
+    ],
+)
+def test_a_compiler_that_lacks_what_it_needs_is_told_and_not_used(tmp_path, name, script, expected):
+    """In a process of its own: PyTorch keeps what it finds of the first compiler that it calls."""
+    compiler = tmp_path / name
+    compiler.write_text(script)
     compiler.chmod(0o755)
     said = tried(tmp_path, CXX=str(compiler))
     assert said.startswith("False")
-    assert "unsupported option '-fopenmp' (install OpenMP, on macOS by `brew" in said
+    assert expected in said
 
 
 CUDA = torch.device("cuda")

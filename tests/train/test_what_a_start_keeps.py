@@ -58,7 +58,6 @@ def leave_marks(state):
     state.consecutive_skips = 1
     state.evals_without_best = 2
     state.best_step, state.best_loss, state.saved_best_step = 8, 0.5, 8
-    state.best_of = "val-sample"
     state.loss_scale = LossScale(8.0, 3)
     state.epoch = EpochSums(1.0, 2, 3, 4.0)
     state.guard.undone = [(6, 7)]
