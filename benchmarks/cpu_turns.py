@@ -105,11 +105,12 @@ def plain(plan: Plan, checkout: Path | None) -> tuple[str, Step]:
     """The same step by `plain_gpt.py`."""
     torch.manual_seed(plan.config.seed)
     config = plan.config.model
+    assert config.vocab_size is not None
     model = PlainGPT(
         config.vocab_size,
         config.context_length,
         config.n_layers,
-        config.n_heads,
+        config.attention.n_heads,
         config.d_model,
         config.dropout,
         config.dropout,  # as nanoGPT: one rate, on attention weights too
@@ -136,7 +137,7 @@ def nanogpt(plan: Plan, checkout: Path | None) -> tuple[str, Step]:
             block_size=config.context_length,
             vocab_size=config.vocab_size,
             n_layer=config.n_layers,
-            n_head=config.n_heads,
+            n_head=config.attention.n_heads,
             n_embd=config.d_model,
             dropout=config.dropout,
             bias=config.bias,
@@ -200,7 +201,8 @@ def _alone(function: Callable[..., Any], *arguments: object) -> Any:
 def _turn(side: str, plan: Plan, n_steps: int, checkout: Path | None) -> Turn:
     with redirect_stdout(sys.stderr):  # nanoGPT prints as it starts
         how, step = SIDES[side](plan, checkout)
-    others, losses, times, cpu_times = OtherPrograms(), [], [], []
+    others = OtherPrograms()
+    losses, times, cpu_times = list[float](), list[float](), list[float]()
 
     def timed() -> None:
         start, cpu_start = time.perf_counter(), time.process_time()

@@ -23,6 +23,8 @@ from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.data.open_dataset import open_dataset
 from pentameter.planning.plan import make_plan
+from pentameter.record.events import EvalMetrics
+from pentameter.train.run import TrainingRun
 
 WIDTH = 256
 SHRUNK = {
@@ -52,10 +54,10 @@ def shrunk(preset: str, steps: int, seed: int, rate: float | None) -> Config:
     return load_config(preset, {**SHRUNK, **run, **schedule, "train.eval_interval": steps})
 
 
-def flops_per_token(config: Config) -> float:
+def flops_per_token(config: Config) -> int:
     """Training FLOPs of a token."""
     dataset = open_dataset(config.data)
-    return make_plan(config, dataset.vocab_size).flops_per_token
+    return make_plan(config, dataset.vocab_size).least_flops_per_token
 
 
 def final_loss(config: Config) -> float:
@@ -63,7 +65,7 @@ def final_loss(config: Config) -> float:
     losses: dict[int, float] = {}
 
     class Losses:
-        def on_eval(self, run: object, metrics: object) -> None:
+        def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
             losses[metrics.step] = metrics.loss
 
     with tempfile.TemporaryDirectory() as folder:

@@ -162,7 +162,7 @@ def _trial(tell: Tell, device: torch.device) -> None:
     from pentameter.model.gpu.forms import obstacle_of
     from pentameter.parallel.context.run_attention import ring_obstacle
 
-    base = {"vocab_size": 64, "context_length": 1024, "n_layers": 2, "d_model": 256}
+    base: dict[str, Any] = {"vocab_size": 64, "context_length": 1024, "n_layers": 2, "d_model": 256}
     for name, more in (
         ("64", {"n_heads": 4}),
         ("64 gqa", {"n_heads": 4, "n_kv_heads": 2}),
@@ -176,7 +176,7 @@ def _trial(tell: Tell, device: torch.device) -> None:
         row = {"trial": name}
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             start = time.perf_counter()
-            model = ModelConfig(**base, **more)
+            model = ModelConfig.model_validate({**base, **more})
             said = obstacle_of(partial(ring_obstacle, model, dtype, device))
             row[str(dtype)[6:]] = said or f"right ({time.perf_counter() - start:.2f} s)"
         tell(**row)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pentameter.config.model.architecture import RotationKind
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.batches.step import Batch
 from pentameter.keyed import bits, make_key
@@ -165,8 +166,15 @@ def cosines_of_the_cpu() -> Iterator[None]:
     in every precision, and devices round them differently."""
     plain = positions.rotation
 
-    def rotation(where: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rotation | None:
-        found = plain(where.cpu(), config, dtype)
+    def rotation(
+        where: Tensor,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        length: int | Tensor,
+        kind: RotationKind = "whole",
+    ) -> Rotation | None:
+        length = length.cpu() if isinstance(length, Tensor) else length
+        found = plain(where.cpu(), config, dtype, length, kind)
         return found and Rotation(*(each.to(where.device) for each in found))
 
     modules = [each for each in (positions, gpt, latent_attention) if hasattr(each, "rotation")]

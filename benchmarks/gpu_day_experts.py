@@ -17,6 +17,8 @@ import torch
 
 from gpu_day_cases import MIXTURE, MIXTURE_ROWS, plan_of
 from gpu_turns import wait_for
+from pentameter.config.model.attention import AttentionConfig
+from pentameter.config.model.feed_forward import ExpertsConfig, FeedForwardConfig
 from pentameter.config.schema import ModelConfig
 from pentameter.data.batches.step import Batch
 from pentameter.machine.capabilities import machine_capabilities
@@ -92,7 +94,8 @@ def trial(tell: Tell, device: torch.device) -> None:
         tell(trial=(n, n_in, n_out), disagreement=said, seconds=time.perf_counter() - began)
     if device.type == "cuda":
         gpu = machine_capabilities().gpu(device)
-        model = ModelConfig(vocab_size=9, d_model=D, attention={"n_heads": 2}, n_layers=1)
+        heads = AttentionConfig(n_heads=2)
+        model = ModelConfig(vocab_size=9, d_model=D, attention=heads, n_layers=1)
         obstacle = at_once_obstacle(model, 64, 1024, torch.bfloat16, gpu)
         tell(choice=gpu.architecture, obstacle=obstacle)
 
@@ -114,7 +117,7 @@ def edges(tell: Tell, device: torch.device) -> None:
             inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
             last = torch.tensor(ends, device=device)
             groups = groups_of(x, last, at_once=at_once, holds_all=ends[-1] == 400)
-            y = PLAIN.grouped_linear(*inputs, None, groups)
+            y = PLAIN.grouped_linear(inputs[0], inputs[1], None, groups)
             found.append([y, *torch.autograd.grad(y, inputs, g)])
         names = zip(("y", "dx", "dW"), *found, strict=True)
         is_zero = not any(each[ends[-1] :].any().item() for each in found[0][:2])
@@ -129,9 +132,9 @@ def layer(tell: Tell, device: torch.device) -> None:
         context_length=n_tokens // 4,
         n_layers=1,
         d_model=D,
-        attention={"n_heads": 2},
-        feed_forward={"activation": "swiglu"},
-        experts=experts,
+        attention=AttentionConfig(n_heads=2),
+        feed_forward=FeedForwardConfig(activation="swiglu"),
+        experts=ExpertsConfig.model_validate(experts),
     )
     with torch.device("meta"):
         module = Experts(config, 0)
@@ -140,8 +143,8 @@ def layer(tell: Tell, device: torch.device) -> None:
     with torch.no_grad():
         for each in module.parameters():
             each.copy_(torch.randn(each.shape, generator=generator, device=device).mul_(0.02))
-        for each in module.buffers():
-            each.zero_()
+        for buffer in module.buffers():
+            buffer.zero_()
     x = torch.randn(4, n_tokens // 4, D, generator=generator, device=device)
     g, where = torch.randn_like(x), torch.arange(n_tokens // 4, device=device)
 
@@ -149,7 +152,7 @@ def layer(tell: Tell, device: torch.device) -> None:
         inputs = x.clone().requires_grad_()
         module.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16):
-            y = module(inputs, Positions(where, where, None))
+            y = module(inputs, Positions(where, where, {}))
         y.backward(g)
         return y.detach(), inputs.grad
 
@@ -169,10 +172,8 @@ def layer(tell: Tell, device: torch.device) -> None:
         wait_for(device)
         seconds = (time.perf_counter() - began) / 3
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-        gradients = {
-            "dW": module.up.weight.grad.clone(),
-            "dW down": module.down.weight.grad.clone(),
-        }
+        of = {"dW": module.up.weight.grad, "dW down": module.down.weight.grad}
+        gradients = {name: each.clone() for name, each in of.items() if each is not None}
         results[at_once] = {"y": y, "dx": dx, **gradients}
         tell(
             layer_at_once=at_once,

@@ -96,7 +96,7 @@ def products(tell: Tell, device: torch.device, width: int) -> None:
     whole, by_row = F.ScalingType.TensorWise, F.ScalingType.RowWise
 
     def scaled(fast: bool, how: Any, one: torch.Tensor, other: torch.Tensor) -> Callable[[], Any]:
-        options = {"output_dtype": BF16, "use_fast_accum": fast}
+        options: dict[str, Any] = {"output_dtype": BF16, "use_fast_accum": fast}
         return lambda: F.scaled_mm(a8, b8.t(), one, how, other, how, **options)
 
     forms = {

@@ -77,7 +77,7 @@ def sums(tell: Tell, device: torch.device, micro: int) -> None:
         "addmm out of place": lambda: torch.addmm(total, g.t(), x, out_dtype=torch.float32),
     }
     ms = in_turns(forms, device)
-    errors = {}
+    errors: dict[str, float | str] = {}
     some = slice(0, min(V, 4096))
     expected = 8 * (g[:, some].double().t() @ x.double())
     for name, matmul in (("plain", PLAIN), ("precise", PRECISE_SUMS)):
@@ -104,7 +104,7 @@ def losses(tell: Tell, device: torch.device, micro: int) -> None:
     some = slice(0, 256)
     kept, precise = logits[some].clone(), logits[some].double()
     exact = row_loss(precise, None, targets[some], VOCAB, True)
-    errors = {}
+    errors: dict[str, tuple[float, float]] = {}
     for name, form in (
         ("row_loss", row_loss),
         ("compiled", compiled_row_loss),
@@ -178,7 +178,7 @@ def head(tell: Tell, device: torch.device, micro: int) -> None:
         "both": run(one_pass_row_loss, PRECISE_SUMS),
     }
     ms = in_turns(forms, device)
-    losses = {}
+    losses: dict[str, float | str] = {}
     for name, work in forms.items():
         try:
             losses[name] = float(work())
@@ -210,16 +210,16 @@ def qkv(tell: Tell, device: torch.device, micro: int) -> None:
         g_weight = torch.stack([(g.t() @ x).view(H, K, D) for g in flat], 1).view(-1, D)
         found["apart"] = g_x, g_weight
 
+    whole = torch.stack(parts, -2).view(R, -1)
     forms = {
         "copied": copied,
         "apart": apart,
         "the copy alone": lambda: torch.stack(parts, -2),
-        "products alone": lambda: (flat @ weight, flat.t() @ x),
+        "products alone": lambda: (whole @ weight, whole.t() @ x),
     }
-    flat = torch.stack(parts, -2).view(R, -1)
     ms = in_turns(forms, device)
     some = slice(0, 512)
-    expected = flat[some].double() @ weight.double()
+    expected = whole[some].double() @ weight.double()
     errors = {name: error_of(g_x[some], expected) for name, (g_x, _) in found.items()}
     between = error_of(found["apart"][1], found["copied"][1])
     n = LAYERS * ROWS // micro
@@ -265,7 +265,7 @@ def flash(tell: Tell, device: torch.device) -> None:
     names = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     q = drawn(2, H, T, K, device=device)
     exact = F.scaled_dot_product_attention(*(q.double(),) * 3, is_causal=True)
-    errors = {}
+    errors: dict[str, float | str] = {}
     for backend in names:
         try:
             with sdpa_kernel(backend):
@@ -277,7 +277,7 @@ def flash(tell: Tell, device: torch.device) -> None:
     try:
         from torch.nn import attention
 
-        listed = attention.list_flash_attention_impls()
+        listed: Any = attention.list_flash_attention_impls()
         attention.activate_flash_attention_impl("FA3")
         said = "active"
         attention.restore_flash_attention_impl()

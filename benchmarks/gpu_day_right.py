@@ -135,7 +135,7 @@ def of_compiled(tell: Tell, device: torch.device, folder: Path) -> None:
         row: dict[str, Any] = {"model": name}
         try:
             plan = plan_of(MODELS[name])
-            how = {"forms": choose_compute(plan).forms, "compiled": True, "n": 5}
+            how: dict[str, Any] = {"forms": choose_compute(plan).forms, "compiled": True, "n": 5}
             right = steps(plan, CPU, "fp64", n=5)
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")

@@ -167,7 +167,7 @@ def of_speak(tell: Tell, device: torch.device, folder: Path) -> None:
         settings = loop.Generation(temperature=0.0, max_new_tokens=48)
         texts, logits = {}, {}
         for where, place in (("cpu", torch.device("cpu")), ("device", device)):
-            found = loop.sampled_tokens(model.to(place), prompt, config.vocab_size, settings)
+            found = loop.sampled_tokens(model.to(place), prompt, keys["vocab_size"], settings)
             texts[where] = np.array([*prompt, *(int(each[0]) for each in found)])
             with torch.inference_mode():
                 seen = torch.from_numpy(texts["cpu"])[None].to(place)

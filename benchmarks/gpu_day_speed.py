@@ -23,15 +23,16 @@ Tell = Callable[..., None]
 def of_kernels(tell: Tell, device: torch.device, folder: Path) -> None:
     """Tell whether the kernels that drop attention weights agree with stored weights, and the time
     and memory of both."""
+    from pentameter.config.model.attention import AttentionConfig
     from pentameter.config.schema import ModelConfig
     from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
     from pentameter.model.gpu.forms import obstacle_of
     from pentameter.parallel.context.run_attention import kernel_obstacle
 
     for K in (64, 128):
-        attention = {"n_heads": 4, "dropout": 0.2, "head_size": K, "n_kv_heads": 2}
+        heads = AttentionConfig(n_heads=4, dropout=0.2, head_size=K, n_kv_heads=2)
         config = ModelConfig(
-            vocab_size=64, context_length=256, n_layers=1, d_model=256, attention=attention
+            vocab_size=64, context_length=256, n_layers=1, d_model=256, attention=heads
         )
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             trial = partial(kernel_obstacle, config, dtype, device)

@@ -153,4 +153,4 @@ class Plain:
         return inputs.to(self.device), targets.to(self.device)
 
 
-SIDES = {"plain": Plain, "ours": Ours}
+SIDES: dict[str, type[Ours] | type[Plain]] = {"plain": Plain, "ours": Ours}

@@ -145,8 +145,9 @@ def names_defined_twice(trees: dict[Path, ast.Module]) -> list[str]:
     homes: dict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
         for node in tree.body:
-            is_named = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-            if is_named and not node.name.startswith("_"):
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            if not node.name.startswith("_"):
                 homes[node.name].append(f"{path.parent.name}/{path.name}")
     return [f"{name}: {', '.join(files)}" for name, files in homes.items() if len(files) > 1]
 

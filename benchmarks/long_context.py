@@ -32,7 +32,12 @@ from pentameter.planning.plan import make_plan
 from pentameter.processes.group.world import World
 from pentameter.train.update import update_weights
 
-MODEL = {"vocab_size": 128, "n_layers": 2, "d_model": 64, "attention": {"n_heads": 4}}
+MODEL: dict[str, Any] = {
+    "vocab_size": 128,
+    "n_layers": 2,
+    "d_model": 64,
+    "attention": {"n_heads": 4},
+}
 WAYS = [(1, "ring"), (2, "ring"), (4, "ring"), (2, "all-to-all"), (4, "all-to-all")]
 
 

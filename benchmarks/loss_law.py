@@ -59,7 +59,7 @@ def config_of(run: dict[str, Any], text: str) -> Config:
         load_config("quickstart", changed),
         open_dataset(load_config("quickstart", changed).data).vocab_size,
     )
-    steps = max(10, round(run["flops"] / plan.flops_per_token / plan.tokens_per_step))
+    steps = max(10, round(run["flops"] / plan.least_flops_per_token / plan.tokens_per_step))
     changed["train"] |= {"steps": steps, "eval_interval": steps}
     warmup = {"warmup_steps": max(5, steps // 20)}
     changed["schedule"] = {**changed.get("schedule", {}), **warmup}
@@ -99,7 +99,7 @@ def result(run: dict[str, Any], text: str) -> dict[str, Any]:
         "train_tokens": dataset.split("train").n_tokens,
         "steps": plan.steps,
         "tokens": plan.total_tokens,
-        "total_flops": plan.total_tokens * plan.flops_per_token,
+        "total_flops": plan.total_tokens * plan.least_flops_per_token,
         "step_seconds": seconds[len(seconds) // 4],
         "train_loss": sum(last) / len(last),
         "loss": recorder.metrics.loss,

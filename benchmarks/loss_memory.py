@@ -63,6 +63,7 @@ def activations_pass(variant: str, device: Any, dtype: Any) -> Pass:
     """One forward and backward pass of the blocks."""
     import torch
 
+    from pentameter.config.model.attention import AttentionConfig
     from pentameter.config.schema import ModelConfig
     from pentameter.model.gpt import build_model
     from pentameter.model.loss import loss_sum
@@ -75,7 +76,7 @@ def activations_pass(variant: str, device: Any, dtype: Any) -> Pass:
         context_length=CONTEXT,
         n_layers=LAYERS,
         d_model=WIDTH,
-        attention={"n_heads": 12},
+        attention=AttentionConfig(n_heads=12),
     )
     model = build_model(config, 0, device=device).train()
     if variant != "kept":

@@ -426,7 +426,7 @@ class MixtureRow:
         published = "out of memory" if self.is_out_of_memory else f"{self.step_seconds:8.3f} s"
         error = "" if self.is_out_of_memory else f" {self.error:+6.1%}"
         how = found.plan.config.train.activation_checkpoint or "-"
-        fits = found.verdict
+        fits: str = found.verdict
         fits += f", {-found.spare_bytes / 1e9:.0f} GB more" if fits == "does not fit" else ""
         return (
             f"{self.label:46} {published} {time.seconds:8.3f}{error} {fits} {found.plan.layout} "

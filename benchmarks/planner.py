@@ -427,7 +427,6 @@ def _place(outcome: Outcome, allowed: Allowed) -> tuple[int | None, Estimate]:
         outcome.row.config,
         outcome.estimate.cluster,
         n_best=N_BEST,
-        sequence=published.sequence or published.tensor == 1,
         allowed=allowed,
     )
     degrees = [_degrees(each.plan.layout) for each in found.estimates]
@@ -465,6 +464,7 @@ def _could_be_run(row: Row, published: Layout, candidate: LayoutCandidate) -> bo
         layout.schedule in ("1f1b", "interleaved")
         and layout.context == 1
         and layout.zero <= zero
+        and (layout.sequence == published.sequence or 1 in (layout.tensor, published.tensor))
         and train.activation_checkpoint == row.config.train.activation_checkpoint
     )
 

@@ -20,19 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from pentameter.config.model.attention import AttentionConfig
 from pentameter.config.schema import ModelConfig
 from pentameter.generation.loop import Generation, sampled_tokens
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import initialize
 from plain_gpt import PlainGPT
 
+VOCAB_SIZE = 65
 CHARACTER_GPT = ModelConfig(
-    vocab_size=65,
+    vocab_size=VOCAB_SIZE,
     context_length=256,
     n_layers=6,
     d_model=384,
     residual_init_scale=True,
-    attention={"n_heads": 6},
+    attention=AttentionConfig(n_heads=6),
 )
 TARGETS = {1: 10.0, 16: 20.0}
 
@@ -52,7 +54,7 @@ def measure(
     def ours(n: int = new_tokens) -> None:
         settings = Generation(max_new_tokens=n, num_samples=batch_size)
         prompt = np.zeros(1, dtype=np.int64)
-        steps = sampled_tokens(model, prompt, CHARACTER_GPT.vocab_size, settings)
+        steps = sampled_tokens(model, prompt, VOCAB_SIZE, settings)
         deque(steps, maxlen=0)
 
     ours(16)
@@ -80,7 +82,13 @@ def main() -> None:
 
     config = CHARACTER_GPT
     plain = PlainGPT(
-        65, config.context_length, config.n_layers, config.n_heads, config.d_model, 0.2, 0.2
+        VOCAB_SIZE,
+        config.context_length,
+        config.n_layers,
+        config.attention.n_heads,
+        config.d_model,
+        0.2,
+        0.2,
     ).eval()
     model = GPT(config)
     initialize(model, config, seed=1)

@@ -222,7 +222,7 @@ def data_part(asked: argparse.Namespace, one: Group, two: Group) -> dict[str, An
     )
     result["gradient bytes"] = gradient_bytes
     result["all-reduce alone, seconds"] = two.ask("all_reduce", gradient_bytes)[0]
-    result["flops per step"] = whole.tokens_per_step * whole.flops_per_token
+    result["flops per step"] = whole.tokens_per_step * whole.least_flops_per_token
     return result
 
 

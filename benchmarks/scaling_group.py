@@ -115,10 +115,17 @@ class Runner:
                 update_weights(
                     self.stage, self.optimizer, loss, rate, 1.0, config.optimizer.clip_norm
                 )
+        seconds, busy, background = (each / n_steps for each in whole.figures())
+        of_passes, passes_busy, passes_background = (each / n_steps for each in passes.figures())
         return Turn(
-            *(figure / n_steps for figure in (*whole.figures(), *passes.figures())),
-            loss.mean,
-            _peak_resident(),
+            seconds=seconds,
+            busy=busy,
+            background=background,
+            passes=of_passes,
+            passes_busy=passes_busy,
+            passes_background=passes_background,
+            loss=loss.mean,
+            peak_bytes=_peak_resident(),
         )
 
 

@@ -32,16 +32,25 @@ from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.files.write import to_toml
+from pentameter.config.model.attention import AttentionConfig
 from pentameter.config.schema import Config, ModelConfig, TrainConfig
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.model.gpt import build_model
 
 MODELS = {
     "character": ModelConfig(
-        vocab_size=65, context_length=256, n_layers=6, d_model=384, attention={"n_heads": 6}
+        vocab_size=65,
+        context_length=256,
+        n_layers=6,
+        d_model=384,
+        attention=AttentionConfig(n_heads=6),
     ),
     "gpt2-124m": ModelConfig(
-        vocab_size=50257, context_length=1024, n_layers=12, d_model=768, attention={"n_heads": 12}
+        vocab_size=50257,
+        context_length=1024,
+        n_layers=12,
+        d_model=768,
+        attention=AttentionConfig(n_heads=12),
     ),
 }
 AIM = 0.9  # of sampling 16 texts as one batch, at 16 streams
@@ -186,7 +195,7 @@ def measure_streams(server: Server, folder: Path, asked: argparse.Namespace) -> 
 async def storm(server: Server, n_requests: int, n_tokens: int) -> dict[str, Any]:
     """Return what became of many requests, a third of which leave early."""
     chance = random.Random(1)
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         {
             "max_tokens": chance.randrange(1, n_tokens),
             "seed": kind,

@@ -59,7 +59,7 @@ def plan_of(side: str, attention_dropout: float) -> Plan:
 def side_summary(plan: Plan, turns: list[Turn], ceiling: float, last: int) -> dict[str, Any]:
     """One side's figures over its turns; `last` is the number of the last step of every turn."""
     seconds = median(second for turn in turns for second in turn.seconds)
-    flops = plan.tokens_per_step * plan.flops_per_token / seconds
+    flops = plan.tokens_per_step * plan.least_flops_per_token / seconds
     return {
         "parameters": plan.n_parameters,
         "seconds": seconds,

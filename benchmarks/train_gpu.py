@@ -38,7 +38,7 @@ from pentameter.planning.plan import Plan, make_plan
 WARM_UP_STEPS = 3
 MOST_STEPS_OF_A_TURN = 1000
 
-GPT2_124M = {
+GPT2_124M: dict[str, Any] = {
     "model": {
         "vocab_size": 50257,
         "vocab_multiple": 128,
@@ -51,7 +51,7 @@ GPT2_124M = {
     "optimizer": {"learning_rate": 6e-4, "betas": [0.9, 0.95]},
     "train": {"tokens_per_step": 524_288, "micro_batch_size": 64},  # 2**19 = 8 × 64 × 1,024
 }
-CHAR = {
+CHAR: dict[str, Any] = {
     "model": {
         "vocab_size": 65,
         "context_length": 256,
@@ -63,7 +63,7 @@ CHAR = {
     },
     "train": {"batch_size": 64, "micro_batch_size": 64},
 }
-TINY = {
+TINY: dict[str, Any] = {
     "model": {
         "vocab_size": 250,
         "vocab_multiple": 64,
@@ -165,11 +165,11 @@ def summary(
         "micro_batch_size": plan.micro_batch_size,
         "n_micro_batches": plan.n_micro_batches,
         "context_length": plan.config.model.context_length,
-        "flops_per_token": plan.flops_per_token,
+        "flops_per_token": plan.least_flops_per_token,
     }
     for name, record in records.items():
         seconds = median(record.seconds)
-        flops = tokens * plan.flops_per_token / seconds
+        flops = tokens * plan.least_flops_per_token / seconds
         result[name] = {
             "n_parameters": record.n_parameters,
             "step_seconds": seconds,

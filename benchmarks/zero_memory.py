@@ -33,7 +33,7 @@ from pentameter.planning.plan import make_plan
 from pentameter.processes.group.world import World
 from pentameter.train.update import update_weights
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 4000,
     "context_length": 8,
     "n_layers": 4,

@@ -166,8 +166,9 @@ class Runs:
         failures: list[str] = []
         while len(results) < size:
             ready = wait([c for r, c in enumerate(connections) if r not in results], 1.0)
-            for connection in ready:
-                rank = connections.index(connection)
+            for rank, connection in enumerate(connections):
+                if connection not in ready:
+                    continue
                 try:
                     results[rank], failure = connection.recv()
                 except EOFError:
@@ -255,9 +256,9 @@ def train_here(
         # What refuses to start has no run, and made no step.
         state = trainer.run.state if hasattr(trainer, "run") else TrainState()
         reason = f"{type(error).__name__}: {error}"
-    step, state = state.step, state.to_json()
-    del state["train_seconds"], state["epoch"]["seconds"]
-    return Ended(step, reason, state)
+    record = state.to_json()
+    del record["train_seconds"], record["epoch"]["seconds"]
+    return Ended(state.step, reason, record)
 
 
 # -- configurations -----------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Program:
     """Glob, in `out`, of the files of checkpoints."""
     step_of_file: ClassVar = r"\d+"
     """Pattern of the step in such a file's path."""
-    packages: ClassVar = ("torch",)
+    packages: ClassVar[tuple[str, ...]] = ("torch",)
     """Modules that take long to import."""
 
     def prepare(self) -> None:
@@ -245,10 +245,10 @@ def composer_script(out: str, text: str, load_path: str) -> None:
     words = Path(text).read_text()
     alphabet = {character: number for number, character in enumerate(sorted(set(words)))}
     tokens = torch.tensor([alphabet[character] for character in words]).unfold(0, 64, 64)
-    rows = [{"input_ids": row, "labels": row} for row in tokens[: STEPS * 4]]
+    rows: Any = [{"input_ids": row, "labels": row} for row in tokens[: STEPS * 4]]
     torch.manual_seed(0)
-    sizes = {"n_positions": 64, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes: dict[str, Any] = {"n_positions": 64, "n_embd": 128, "n_layer": 4, "n_head": 4}
+    none: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(vocab_size=len(alphabet), **sizes, **none)
     model = HuggingFaceModel(GPT2LMHeadModel(config), use_logits=True)
     Trainer(
@@ -362,7 +362,7 @@ def plant_nan(step: int) -> None:
     def with_nan(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
         backward(loss * (math.nan if next(calls) == step else 1.0), *arguments, **options)
 
-    torch.Tensor.backward = with_nan
+    torch.Tensor.backward = with_nan  # type: ignore[assignment, method-assign]
 
 
 def wait_until(done: Callable[[], bool], process: Process, pause: float) -> None:
@@ -450,6 +450,7 @@ def strike(
         lost = [step for step, loss in losses.items() if not math.isfinite(loss)]
         return {"at": step, "exit": code, "said": said(run), "last": max(losses), "nan at": lost}
     process = start_until(program, run, step)
+    assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM if fault == "S1" else signal.SIGKILL)
     struck: dict[str, Any] = {"exit": wait(process), "last": max(program.losses(run))}
     if fault in ("K1", "D1"):

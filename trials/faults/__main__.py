@@ -86,7 +86,9 @@ def battery(shared: Path, chosen: argparse.Namespace) -> int:
             numbers = [int(single[each.id])] if each.id in single else due(each, record, chosen)
             if numbers == []:
                 continue
-            task = progress.add_task(f"{each.id} {each.fault}", total=numbers and len(numbers))
+            task = progress.add_task(
+                f"{each.id} {each.fault}", total=None if numbers is None else len(numbers)
+            )
             n_left = 1 if numbers is None else len(numbers)
             for result in run_trials(each, chosen.seed, numbers, shared):
                 n_left -= 1

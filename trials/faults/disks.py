@@ -97,6 +97,7 @@ def a_disk_that_refuses(trial: Trial) -> str:
     config = tiny_config(
         trial.folder, **{"checkpoint.asynchronous": beside, "checkpoint.on_error": on_error}
     )
+    fault: FileSizeLimit | FailInSave
     if trial.number % 7 == 6:
         fault = FileSizeLimit(trial.draw.choice([1_000, 10_000, 40_000]))
     else:

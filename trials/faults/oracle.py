@@ -114,11 +114,12 @@ def _train(
             Trainer(config, run_dir=run_dir, quiet=True, world=world, **arguments).fit()
     except BaseException as error:
         expected = isinstance(error, PentameterError)
+        code = error.exit_code if isinstance(error, PentameterError) else 1
         with suppress(OSError):
             run_dir.mkdir(exist_ok=True)
             said = str(error) if expected else traceback.format_exc()
             error_path(run_dir, 0 if launched is None else launched.rank).write_text(said)
-        raise SystemExit(error.exit_code if expected else 1) from None
+        raise SystemExit(code) from None
 
 
 def error_path(run_dir: Path, rank: int = 0) -> Path:

@@ -178,7 +178,12 @@ class LateWrites:
                 gate = gates[f"save of step {save.step}"] = threading.Event()  # the thread's name
                 real(save, buffers)
                 join = save._thread.join
-                save._thread.join = lambda *seconds: (gate.set(), join(*seconds))
+
+                def let_it_write_and_join(*seconds):
+                    gate.set()
+                    return join(*seconds)
+
+                save._thread.join = let_it_write_and_join
 
             return start_writing
 

@@ -63,7 +63,7 @@ class Disk:
     def entries(self, folder: str) -> Entries:
         return {name: self.number(os.path.join(folder, name)) for name in os.listdir(folder)}
 
-    def full_path(self, path: object, dir_fd: int | None) -> str:
+    def full_path(self, path: str | os.PathLike[str], dir_fd: int | None) -> str:
         folder = os.getcwd() if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
         path = os.path.join(folder, os.fspath(path))
         return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -219,15 +219,20 @@ def train_as_rank(request: Any) -> int:
     """Train as one rank, with the hook, in a process that the launcher has forked."""
     from pentameter.cli import train
 
-    train._profile = lambda parsed, config: [Paced()]
+    alone = train._train
+
+    def paced(
+        config: Any, parsed: Any, launched: Any, hooks: list[Any], *rest: Any, **more: Any
+    ) -> None:
+        all_hooks: list[Any] = [*hooks, Paced()]
+        alone(config, parsed, launched, all_hooks, *rest, **more)
+
+    train._train = paced
     return train.train_as_rank(request)
 
 
 if __name__ == "__main__":
     from pentameter.cli import main, train
 
-    launch = train._launch
-    train._launch = lambda *given: replace(
-        launch(*given), function="trials.faults.soak:train_as_rank"
-    )
+    train.AS_RANK = "trials.faults.soak:train_as_rank"
     raise SystemExit(main.main(["train", *sys.argv[1:]]))

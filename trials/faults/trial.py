@@ -7,7 +7,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def assert_checkpoints_whole(run: Path) -> None:
         assert find_checkpoint(folder, []) is not None, "a checkpoint was committed, and none is"
 
 
-def whole_events(run: Path, kind: str) -> list[Mapping[str, Any]]:
+def whole_events(run: Path, kind: str) -> list[dict[str, Any]]:
     """The events of a run that was killed: the last line of metrics.jsonl may be half a line."""
     try:
         return events(run, kind)

@@ -41,7 +41,7 @@ def cut_while_training(folder: Path, launcher: str, timeout_seconds: float) -> l
         try:
             _wait_for_steps(folder / "run" / "metrics.jsonl", nodes)
             net.cut(0)
-            cut, ended = time.monotonic(), {}
+            cut, ended = time.monotonic(), dict[int, float]()
             while len(ended) < 2 and time.monotonic() < cut + timeout_seconds + PATIENCE_SECONDS:
                 for number, node in enumerate(nodes):
                     if number not in ended and node.poll() is not None:

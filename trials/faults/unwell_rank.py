@@ -57,8 +57,8 @@ def train(config: str, folder: str, what: str) -> None:
             copy(written, pattern)
             written[0] &= ~1
 
-        def wrong_link(sent: Any, *arguments: Any) -> Any:
-            return pass_on(sent ^ 1, *arguments)
+        def wrong_link(tensor: Any, group: Any) -> Any:
+            return pass_on(tensor ^ 1, group)
 
         match what:
             case "product":

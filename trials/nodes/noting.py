@@ -40,21 +40,23 @@ def note_batches(folder: Path) -> None:
     """From now on, append step and hash of every row to a file of this process's as its batch
     enters the forward pass."""
     from pentameter.data.batches.step import Batch
-    from pentameter.parallel.engine import Engine
+    from pentameter.parallel.engine import Engine, LossSum
 
     real = Engine.forward_backward
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
 
-    def forward_backward(engine, batch, step, **options):
+    def forward_backward(
+        self: Engine, batch: Batch, step: int, *, loss_scale: float = 1.0
+    ) -> LossSum:
         hashes = {}
         for index, row in enumerate(batch.rows.tolist()):
             one = slice(index, index + 1)
             hashes[row] = Batch(batch.inputs[one], batch.targets[one], batch.rows[one]).hash()
         file.write(json.dumps({"step": step + 1, "rows": hashes}) + "\n")
-        return real(engine, batch, step, **options)
+        return real(self, batch, step, loss_scale=loss_scale)
 
-    Engine.forward_backward = forward_backward
+    Engine.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
 def noted_batches(folder: Path) -> dict[int, dict[int, set[str]]]:
