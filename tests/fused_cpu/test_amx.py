@@ -11,11 +11,19 @@ from pentameter.fused_cpu.amx_feed_forward import MAX_WEIGHT, can_feed_forward, 
 from pentameter.fused_cpu.functions import AmxAttention, AmxFeedForward, CausalAttention
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
+from pentameter.model.compiled import plainly
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.feed_forward import ACTIVATIONS
 from pentameter.model.gpt import build_model
 
 pytestmark = pytest.mark.usefixtures("tiles")
+
+
+@pytest.fixture(autouse=True)
+def plain():
+    """Nothing is compiled by PyTorch: what stands around these kernels has tests of its own."""
+    with plainly():
+        yield
 
 
 def relative(x, reference):
@@ -49,21 +57,16 @@ def attention(function, projected, others, g, keys, shape):
     [
         (3, 40, 4, 64, 0.1, {"biased": True, "normed": True, "turning": 32, "n_kv_heads": 2}),
         (4, 1, 3, 32, 0.0, {"biased": True, "n_kv_heads": 1}),  # one place in time
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (2, 256, 3, 64, 0.0, {}),
-                (2, 256, 3, 64, 0.2, {"biased": True}),
-                (3, 40, 2, 32, 0.1, {"biased": True}),  # does not fill its last block
-                (1, 33, 5, 32, 0.0, {}),
-                (2, 97, 2, 96, 0.3, {}),
-                (1, 600, 1, 128, 0.1, {"biased": True}),
-                (2, 97, 3, 32, 0.2, {"turning": 10}),
-                (2, 64, 2, 64, 0.0, {"normed": True, "biased": True}),
-                (1, 70, 6, 32, 0.2, {"turning": 32, "n_kv_heads": 1}),
-                (2, 33, 8, 32, 0.0, {"normed": True, "turning": 32, "n_kv_heads": 4}),
-            )
-        ),
+        (2, 256, 3, 64, 0.0, {}),
+        (2, 256, 3, 64, 0.2, {"biased": True}),
+        (3, 40, 2, 32, 0.1, {"biased": True}),  # does not fill its last block
+        (1, 33, 5, 32, 0.0, {}),
+        (2, 97, 2, 96, 0.3, {}),
+        (1, 600, 1, 128, 0.1, {"biased": True}),
+        (2, 97, 3, 32, 0.2, {"turning": 10}),
+        (2, 64, 2, 64, 0.0, {"normed": True, "biased": True}),
+        (1, 70, 6, 32, 0.2, {"turning": 32, "n_kv_heads": 1}),
+        (2, 33, 8, 32, 0.0, {"normed": True, "turning": 32, "n_kv_heads": 4}),
     ],
 )
 def test_attention_equals_the_products(B, T, n_heads, head_size, p, other):
@@ -150,17 +153,12 @@ def run_layer(function, arguments, g, dtype=None):
     [
         (96, 64, 160, "gelu", True),
         (1056, 32, 96, "swiglu", True),  # in blocks of 64 rows, the last of 32
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (4096, 64, 96, "gelu", False),  # in blocks of 256 rows
-                (4128, 96, 64, "geglu", False),  # the last block is not full
-                (1056, 64, 32, "relu", True),
-                (544, 32, 512, "relu2", True),
-                (64, 1024, 32, "gelu_tanh", False),
-                (32, 32, 4096, "swiglu", False),
-            )
-        ),
+        (4096, 64, 96, "gelu", False),  # in blocks of 256 rows
+        (4128, 96, 64, "geglu", False),  # the last block is not full
+        (1056, 64, 32, "relu", True),
+        (544, 32, 512, "relu2", True),
+        (64, 1024, 32, "gelu_tanh", False),
+        (32, 32, 4096, "swiglu", False),
     ],
 )
 def test_a_feed_forward_layer_equals_the_products(M, D, n, kind, biased):
@@ -258,13 +256,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(name, marks=() if name in ("gelu", "llama") else pytest.mark.slow)
-        for name in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_bf16_step_is_near_the_exact_one(variant):
     config = ModelConfig(**{
         **{"vocab_size": 13, "context_length": 48, "n_layers": 2, "n_heads": 2, "d_model": 64},
