@@ -1,19 +1,23 @@
-"""The fused step as processors other than this one take it: AMX hidden, AVX-512 hidden, AVX2, none.
+"""The fused step as processors other than this one take it: with AMX, AVX-512, AVX2, none.
 
 What PyTorch's operations, PyTorch's compiler and our own C++ choose by the processor is chosen for
-another one, in a process of its own. Tiles are emulated in `test_amx.py`.
+another one, in a process of its own. Where this one has not the other's instructions, our own C++
+runs on emulated ones, and PyTorch's operations on those that there are.
 """
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from pentameter.fused_cpu import native
 from pentameter.machine.capabilities import machine_capabilities
 
 STEP = """
-import sys, torch
+import json, sys, torch
 from contextlib import nullcontext
 from dataclasses import replace
 from torch._inductor import config as inductor
@@ -26,20 +30,22 @@ from pentameter.model.compiled import plainly
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
 
-vector, bf16, bits = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
-inductor.cpp.simdlen = bits
+given = json.loads(sys.argv[1])
+inductor.cpp.simdlen = given["bits"]
 here = machine_capabilities()
-assert here.cpu.vector == vector, here.cpu.vector  # as ATEN_CPU_CAPABILITY says
-cpu = replace(here.cpu, amx_bf16=False, avx512_bf16=bf16)
-pretended = replace(here, cpu=cpu)
-missing = native.load("vector", pretended)
-assert (missing is None) is (vector != "DEFAULT"), missing
-assert native.load("AMX", pretended) == "the CPU has no AMX"
+assert here.cpu.vector == given["PyTorch"], here.cpu.vector  # as ATEN_CPU_CAPABILITY says
+pretended = replace(here, cpu=replace(here.cpu, **given["cpu"]))
+flags = given["flags"]  # by library; those that are emulated are for any processor
+native.machine_flags = lambda name, cpu: flags[name]
+native.platform.machine = lambda: "x86_64"
+for name in native.FILES:
+    missing = native.load(name, pretended)
+    assert (missing is None) is (flags[name] is not None), missing
 config = ModelConfig(
     vocab_size=13, context_length=32, n_layers=1, n_heads=2, d_model=64,
     dropout=0.2, attention_dropout=0.1, bias=True, qkv_bias=True,
 )
-how = nullcontext if sys.argv[4] == "True" else plainly
+how = nullcontext if given["compiled"] else plainly
 with how():
     settle([rehearse(config, torch.bfloat16, 4, pretended)], pretended)
 tokens = torch.randint(13, (4, 32), generator=torch.Generator().manual_seed(1))
@@ -57,28 +63,41 @@ with how():
 assert (found - exact).norm() < 0.05 * exact.norm(), (found - exact).norm() / exact.norm()
 """
 
+ORDER = ["DEFAULT", "AVX2", "AVX512"]
+BITS = {"DEFAULT": 1, "AVX2": 256, "AVX512": 512}
+"""Vector instructions that PyTorch uses → the width of the registers that its compiler fills; 1 for
+none."""
 PROCESSORS = {
-    "AVX-512 BF16": ("AVX512", True, 512),
-    "AVX-512": ("AVX512", False, 512),
-    "AVX2": ("AVX2", False, 256),
-    "none": ("DEFAULT", False, 1),
+    "AMX": {"vector": "AVX512", "avx512_bf16": True, "amx_bf16": True},
+    "AVX-512 BF16": {"vector": "AVX512", "avx512_bf16": True, "amx_bf16": False},
+    "AVX-512": {"vector": "AVX512", "avx512_bf16": False, "amx_bf16": False},
+    "AVX2": {"vector": "AVX2", "avx512_bf16": False, "amx_bf16": False},
+    "none": {"vector": "DEFAULT", "avx512_bf16": False, "amx_bf16": False},
 }
-"""Name → vector instructions that PyTorch uses, whether it multiplies bf16, and the width in bits
-of the registers that PyTorch's compiler fills; 1 for none."""
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_a_step_as_another_processor_takes_it(name, compiled):
+@pytest.mark.parametrize(
+    "name", [pytest.param("AMX", marks=pytest.mark.more), *list(PROCESSORS)[1:]]
+)
+def test_a_step_as_another_processor_takes_it(flags_anywhere, name, compiled):
     """Our own C++ and PyTorch's operations, in the long tier also what PyTorch compiles."""
-    vector, bf16, bits = PROCESSORS[name]
-    cpu = machine_capabilities().cpu
-    order = ["DEFAULT", "AVX2", "AVX512"]
-    if cpu.vector not in order or order.index(cpu.vector) < order.index(vector):
-        pytest.skip(f"this CPU has no {vector}; {cpu.vector} is the path of this one")
-    if bf16 and not cpu.avx512_bf16:
-        pytest.skip("this CPU has no AVX-512 BF16")
-    around = os.environ | {"ATEN_CPU_CAPABILITY": vector.lower()}
-    command = [sys.executable, "-c", STEP, vector, str(bf16), str(bits), str(compiled)]
+    here = machine_capabilities().cpu
+    cpu = replace(here, **PROCESSORS[name])
+    vector = here.vector  # ARM's has no lesser one
+    if vector in ORDER:
+        vector = min(vector, cpu.vector, key=ORDER.index)
+    given = {
+        "PyTorch": vector,
+        "bits": BITS.get(vector),
+        "cpu": PROCESSORS[name],
+        "flags": {
+            library: native.machine_flags(library, cpu) and flags_anywhere(library, cpu)
+            for library in native.FILES
+        },
+        "compiled": compiled,
+    }
+    around = os.environ | ({"ATEN_CPU_CAPABILITY": vector.lower()} if vector in ORDER else {})
+    command = [sys.executable, "-c", STEP, json.dumps(given)]
     done = subprocess.run(command, env=around, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -60,6 +60,23 @@ def test_libraries_that_are_right_are_kept(loaded, no_step, variant, dtype):
     assert dict(kernel_checks.verdicts()) == {"vector kernels": "-O3", "fused step": "-O3"}
 
 
+def test_libraries_for_tiles_are_rehearsed_and_refused_alike(amx_cpu, no_step, monkeypatch):
+    """All that a machine with AMX does before its first step."""
+    for name in native.FILES:
+        assert native.load(name, amx_cpu) is None
+    with warnings.catch_warnings(action="error"):
+        assert rehearse(config_of(), torch.bfloat16, ROWS, amx_cpu) == {}
+    kept = {"AMX kernels": "-O3", "vector kernels": "-O3", "fused step": "-O3"}
+    assert dict(kernel_checks.verdicts()) == kept
+    assert settle([{}, {"AMX": "-O2"}], amx_cpu) == (
+        "; not as this compiler makes them: AMX built with -O2"
+    )
+    assert native.is_loaded("AMX")
+    settle([{"AMX": "plain"}], amx_cpu)
+    assert not native.is_loaded("AMX")
+    assert native.is_loaded("vector")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kernels_on_tiles_agree_in_every_part(emulated_tiles, variant):
     model = rehearsal._shallow(config_of(variant), torch.bfloat16)
