@@ -1,5 +1,6 @@
 """What must stand before anything is imported, and a start of runs that takes no time."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -68,3 +69,23 @@ def short_measurement():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pentameter.train.compute.ceiling", partial(ceiling, measure=measure))
         yield
+
+
+@pytest.fixture
+def no_other_reads():
+    """A file that its owner may not read this thread cannot read either, where it is root's too."""
+    if os.geteuid() != 0:
+        yield
+        return
+    if sys.platform != "linux":
+        pytest.skip("root may read every file")
+    overriding = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    system, version_3 = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(0x20080522)
+    capabilities = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable; twice 32 bits
+    assert system.capget(version_3, capabilities) == 0
+    effective = capabilities[0]
+    capabilities[0] = effective & ~overriding
+    assert system.capset(version_3, capabilities) == 0
+    yield
+    capabilities[0] = effective
+    assert system.capset(version_3, capabilities) == 0
