@@ -5,17 +5,18 @@
 
 #include <cstdint>
 
-#define FLOATS(name, result)                                                              \
-    extern "C" void name(float* out, const float* a, const float* b, const float* c) {    \
-        const __m512 x = _mm512_loadu_ps(a), y = _mm512_loadu_ps(b), z = _mm512_load_ps(c);\
-        _mm512_storeu_ps(out, result);                                                    \
-        (void)x, (void)y, (void)z;                                                        \
+// All pointers are to 64 bytes, aligned.
+#define FLOATS(name, result)                                                                 \
+    extern "C" void name(float* out, const float* a, const float* b, const float* c) {       \
+        const __m512 x = _mm512_loadu_ps(a), y = _mm512_loadu_ps(b), z = _mm512_load_ps(c);  \
+        _mm512_store_ps(out, result);                                                        \
+        (void)x, (void)y, (void)z;                                                           \
     }
-#define WORDS(name, result)                                                               \
-    extern "C" void name(void* out, const void* a, const void* b, const void*) {          \
-        const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);               \
-        _mm512_storeu_si512(out, result);                                                 \
-        (void)x, (void)y;                                                                 \
+#define WORDS(name, result)                                                                  \
+    extern "C" void name(void* out, const void* a, const void* b, const void*) {             \
+        const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);                  \
+        _mm512_store_si512(out, result);                                                     \
+        (void)x, (void)y;                                                                    \
     }
 
 constexpr int MASK = 0b1010'0110'0000'1011;
@@ -56,10 +57,19 @@ WORDS(shuffle_88, _mm512_shuffle_i32x4(x, y, 0x88))
 WORDS(shuffle_dd, _mm512_shuffle_i32x4(x, y, 0xdd))
 WORDS(low_halves_widened, _mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)))
 WORDS(high_halves_widened, _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1)))
-WORDS(inserted, _mm512_inserti64x4(x, _mm512_castsi512_si256(y), 1))
+WORDS(inserted, _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_castsi512_si256(x)),
+                                   _mm256_loadu_si256((const __m256i*)b), 1))
+WORDS(half_of_zeros, _mm512_inserti64x4(x, _mm256_setzero_si256(), 0))
 WORDS(rounded, (__m512i)_mm512_cvtne2ps_pbh(_mm512_castsi512_ps(y), _mm512_castsi512_ps(x)))
 WORDS(rounded_half,
       _mm512_inserti64x4(x, (__m256i)_mm512_cvtneps_pbh(_mm512_castsi512_ps(y)), 1))
+
+extern "C" void half_stored(void* out, const void* a, const void* b, const void*) {
+    _mm_prefetch((const char*)a, _MM_HINT_T0);
+    _mm_prefetch((const char*)a, _MM_HINT_T1);
+    _mm512_storeu_si512(out, _mm512_loadu_si512(b));
+    _mm256_storeu_si256((__m256i*)out, _mm512_castsi512_si256(_mm512_loadu_si512(a)));
+}
 
 extern "C" void pair_products(float* out, const void* a, const void* b, const float* c) {
     const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
@@ -68,10 +78,15 @@ extern "C" void pair_products(float* out, const void* a, const void* b, const fl
 
 #if defined(EMULATED) || defined(__AMX_BF16__)
 // c += a · b on tiles configured by the 64 bytes at `config`, whose rows are 64 bytes apart in memory.
-extern "C" void tile_matmul(const void* config, float* c, const void* a, const void* b) {
+// What a tile made 0 holds goes to `zeros`.
+extern "C" void tile_matmul(const void* config, float* c, const void* a, const void* b,
+                            void* zeros) {
     _tile_loadconfig(config);
     _tile_loadd(0, c, 64);
     _tile_loadd(1, a, 64);
+    _tile_loadd(2, a, 64);
+    _tile_zero(2);
+    _tile_stored(2, zeros, 64);
     _tile_loadd(2, b, 64);
     _tile_dpbf16ps(0, 1, 2);
     _tile_stored(0, c, 64);

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -104,6 +105,17 @@ def scaled(x, y, z):
     finite = x.double() * y.double().floor().clamp(-1000, 1000).exp2()
     infinite = torch.where(x.isnan(), power, x.double() * power)
     return torch.where(y.isinf(), infinite, finite).float()
+
+
+def test_every_instruction_of_the_kernels_is_tested():
+    used = {
+        name
+        for path in native.FOLDER.iterdir()
+        for name in re.findall(r"\b_(?:mm\d*|tile|cvt)\w+", path.read_text(encoding="utf-8"))
+    }
+    tested = (HERE / "instructions.cpp").read_text(encoding="utf-8")
+    assert "_tile_dpbf16ps" in used
+    assert not [name for name in sorted(used) if name not in tested]
 
 
 OF_FLOATS = {
@@ -209,6 +221,8 @@ OF_WORDS = {
     "low_halves_widened": lambda x, y: halves(x)[:16],
     "high_halves_widened": lambda x, y: halves(x)[16:],
     "inserted": lambda x, y: torch.cat((x[:8], y[:8])),
+    "half_of_zeros": lambda x, y: torch.cat((torch.zeros(8).int(), x[8:])),
+    "half_stored": lambda x, y: torch.cat((x[:8], y[8:])),
 }
 
 
@@ -288,11 +302,13 @@ def test_tiles_multiply_as_the_manual_says(emulated, exponents, sizes):
     c = random_bf16(generator, (M, N), [2 * each for each in exponents]).float() * (1 + 2**-20)
     found = padded(c)
     words = [padded(each.view(torch.float32).squeeze(-1)) for each in (a, b)]
-    call(emulated.tile_matmul, tile_config((M, 4 * N), (M, 4 * K), (K, 4 * N)), found, *words)
+    config, zeros = tile_config((M, 4 * N), (M, 4 * K), (K, 4 * N)), torch.full((16, 16), 7.0)
+    call(emulated.tile_matmul, config, found, *words, zeros)
     expected = documented(c, a, b)
     assert same(found[:M, :N], expected)
     assert (found[M:] == 7).all()  # a tile's rows and columns alone are stored
     assert (found[:, N:] == 7).all()
+    assert (zeros[:K, :N] == 0).all()
     if exponents != RANGES["ordinary"]:  # or the ends were not met
         assert expected.isinf().any() or (expected == 0).any()
 
@@ -306,7 +322,8 @@ def test_tiles_round_no_more_than_their_sums(build, whose):
     generator = torch.Generator().manual_seed(7)
     a, b = (random_bf16(generator, (16, 16, 2), RANGES["ordinary"]) for _ in range(2))
     found = torch.zeros(16, 16)
-    call(build(whose).tile_matmul, tile_config(*[(16, 64)] * 3), found, a, b)
+    zeros = torch.empty(16, 16)
+    call(build(whose).tile_matmul, tile_config(*[(16, 64)] * 3), found, a, b, zeros)
     left, right = a.double().flatten(1), b.double().transpose(1, 2).flatten(0, 1)
     size = left.abs() @ right.abs()
     assert ((found.double() - left @ right).abs() <= 34 * 2.0**-24 * size).all()
@@ -331,7 +348,7 @@ def load_unconfigured(config):
 def square(config):
     library.square(passed(config))
 def matmul(config):
-    library.tile_matmul(passed(config), memory, memory, memory)
+    library.tile_matmul(passed(config), *[memory] * 4)
 matmul(config)
 print("went well", flush=True)
 """
