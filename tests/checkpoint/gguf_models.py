@@ -53,6 +53,29 @@ NEOX: dict[str, Any] = {
     "feed_forward": {"activation": "gelu_tanh"},
 }
 EXPERTS = {"count": 4, "per_token": 2, "width": 32}
+GEMMA3 = {
+    **LLAMA,
+    "n_layers": 7,
+    "norm_position": "both",
+    "embedding_scale": True,
+    "window_rope_theta": 1000.0,
+    "feed_forward": {"activation": "geglu_tanh", "width": 96},
+    "attention": {
+        **LLAMA["attention"],
+        "qk_norm": "head",
+        "sliding_window": 7,
+        "sliding_window_pattern": 6,
+    },
+}
+LATENT = {
+    "type": "latent",
+    "n_heads": 4,
+    "head_size": 16,
+    "rope_head_size": 8,
+    "v_head_size": 12,
+    "kv_rank": 20,
+    "q_rank": 24,
+}
 
 
 def longer(**scaling: Any) -> dict[str, Any]:
@@ -93,6 +116,95 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention": {**LLAMA["attention"], "qk_norm": "head"},
         "experts": EXPERTS,
         "router": {"renormalize": True},
+    },
+    "qwen2_moe": {
+        **LLAMA,
+        "attention": {**LLAMA["attention"], "qkv_bias": True},
+        "experts": {**EXPERTS, "n_shared": 2, "shared_gate": True},
+    },
+    "llama, longrope": longer(type="longrope", original_context_length=256),
+    "llama, longrope's factor": longer(
+        type="longrope",
+        original_context_length=16,
+        attention_factor=1.3,
+        short_factors=[1.0 + 0.1 * n for n in range(8)],
+        long_factors=[1.0 + 0.5 * n for n in range(8)],
+    ),
+    "phi3": {**LLAMA, "rotary_fraction": 0.75, "attention": {**LLAMA["attention"]}},
+    "phi3, longrope": {
+        **longer(type="longrope", original_context_length=16),
+        "rotary_fraction": 0.75,
+    },
+    "smollm3": {**LLAMA, "n_layers": 5, "nope_layers": 4},
+    "gemma3_text": GEMMA3,
+    "gemma3_text, linear": {**GEMMA3, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "gemma3_text, softcap": {**GEMMA3, "logit_softcap": 3.0, "tied_head": False},
+    "gpt_oss": {
+        **LLAMA,
+        "tied_head": False,
+        "bias": True,
+        "norm_eps": 1e-5,
+        "feed_forward": {"activation": "swiglu_clamped"},
+        "attention": {
+            **LLAMA["attention"],
+            "head_size": 32,
+            "qkv_bias": True,
+            "sinks": True,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+        },
+        "experts": EXPERTS,
+        "router": {"bias": True, "top_k_first": True},
+    },
+    "deepseek_v2": {
+        **LLAMA,
+        "norm_eps": 1e-6,
+        "attention": LATENT,
+        "n_layers": 3,
+        "experts": {**EXPERTS, "dense_layers": 1, "n_shared": 2},
+        "router": {"scale": 1.5},
+    },
+    "deepseek_v2, yarn": {
+        **LLAMA,
+        "norm_eps": 1e-6,
+        "attention": LATENT,
+        "experts": {**EXPERTS, "n_shared": 2},
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_context_length": 16,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "deepseek_v3": {
+        **LLAMA,
+        "norm_eps": 1e-6,
+        "attention": LATENT,
+        "experts": {**EXPERTS, "n_shared": 1},
+        "router": {"score_function": "sigmoid", "renormalize": True, "balance": "bias"},
+    },
+    "deepseek_v3, groups": {
+        **LLAMA,
+        "norm_eps": 1e-6,
+        "attention": LATENT,
+        "experts": {"count": 9, "per_token": 3, "width": 32, "n_shared": 2},
+        "router": {
+            "score_function": "sigmoid",
+            "renormalize": True,
+            "balance": "bias",
+            "scale": 2.5,
+            "groups": 3,
+            "open_groups": 2,
+        },
+    },
+    "deepseek_v2, queries without a latent": {
+        **LLAMA,
+        "norm_eps": 1e-6,
+        "n_layers": 26,  # by which llama.cpp knows them
+        "d_model": 32,
+        "attention": {**LATENT, "q_rank": None},
+        "experts": {**EXPERTS, "n_shared": 2},
     },
     "olmoe": {
         **LLAMA,

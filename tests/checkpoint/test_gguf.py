@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
-from gguf_models import BPE, LLAMA, MODELS, NEOX, random_model
+from gguf_models import BPE, GEMMA3, LATENT, LLAMA, MODELS, NEOX, random_model
 from safetensors.torch import load_file
 
 from pentameter.checkpoint.exports import EXPORTS
@@ -25,7 +26,7 @@ from pentameter.errors import ConfigError
 
 gguf = pytest.importorskip("gguf")
 
-HALF_APART = {"llama": 16, "mistral": 16, "mixtral": 16}
+HALF_APART = {"llama": 16, "mistral": 16, "mixtral": 16, "smollm3": 16}
 """Family whose rotated channels llama.cpp wants beside each other → channels of a head."""
 
 
@@ -45,6 +46,23 @@ def beside_each_other(rows, head_size):
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
+def apart(tensors):
+    """gpt-oss's tensors, with gate and up each by itself, outputs before inputs."""
+    found = {}
+    for key, value in tensors.items():
+        stem, _, matrix = key.rpartition(".experts.")
+        kind = "bias" if matrix.endswith("_bias") else "weight"
+        rows = value if kind == "bias" or not stem else value.swapaxes(1, 2)
+        if matrix.startswith("gate_up"):
+            found[f"{stem}.experts.gate_proj.{kind}"] = rows[:, ::2]
+            found[f"{stem}.experts.up_proj.{kind}"] = rows[:, 1::2]
+        elif stem:
+            found[f"{stem}.experts.down_proj.{kind}"] = rows
+        else:
+            found[f"{key}.weight" if key.endswith("sinks") else key] = value
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_familys_tensors_are_those_of_its_hugging_face_folder(tmp_path, name):
     stored = random_model(tmp_path, **MODELS[name])
@@ -58,13 +76,18 @@ def test_every_familys_tensors_are_those_of_its_hugging_face_folder(tmp_path, na
     assert family == name.partition(",")[0]
     arch = entries["general.architecture"]
     names = gguf.get_tensor_name_map(
-        next(each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == arch), 2
+        next(each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == arch),
+        stored.config.model.n_layers,
     )
     left = dict(tensors)
+    if family == "gpt_oss":
+        theirs = apart(theirs)
+    if family == "gemma3_text":  # norms begin at 0 there, at 1 in llama.cpp
+        theirs = {key: value + ("norm" in key) for key, value in theirs.items()}
     experts: dict[str, list[np.ndarray]] = {}
     for key, value in theirs.items():
         stem, _, kind = key.rpartition(".")
-        if ".experts." in stem:
+        if re.search(r"\.experts\.\d", stem):
             before, _, after = stem.partition(".experts.")
             matrix = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
             which = after.partition(".")[2]
@@ -79,6 +102,8 @@ def test_every_familys_tensors_are_those_of_its_hugging_face_folder(tmp_path, na
             expected = each.swapaxes(0, 1).reshape(value.shape)
         if family in HALF_APART and stem.endswith(("q_proj", "k_proj")):
             expected = beside_each_other(value, HALF_APART[family])
+        if key.endswith("e_score_correction_bias"):
+            stem, kind = key.removesuffix("_bias"), "bias"
         found = left.pop(f"{names.get_name(stem)}.{kind}")
         np.testing.assert_array_equal(found, expected, err_msg=key)
     for stem, matrices in experts.items():
@@ -87,7 +112,11 @@ def test_every_familys_tensors_are_those_of_its_hugging_face_folder(tmp_path, na
         )
     if "output.weight" in left:  # a tied head, where llama.cpp wants one
         np.testing.assert_array_equal(left.pop("output.weight"), tensors["token_embd.weight"])
-    assert {*left} == ({"rope_freqs.weight"} if name == "llama, llama3" else set())
+    scaling = stored.config.model.rope_scaling.type
+    assert {*left} == {
+        "llama3": {"rope_freqs.weight"},
+        "longrope": {"rope_factors_long.weight", "rope_factors_short.weight"},
+    }.get(str(scaling), set())
 
 
 def test_entries_are_the_models(tmp_path):
@@ -145,6 +174,25 @@ def test_factors_of_llama_3s_frequencies(tmp_path):
         assert found == pytest.approx(1 / ((1 - kept) / 8 + kept), rel=1e-6)
 
 
+def test_a_note_says_when_longrope_differs(tmp_path):
+    def notes(name, original):
+        scaling = {"type": "longrope", "factor": 4.0, "original_context_length": original}
+        stored = random_model(tmp_path, **{**LLAMA, "rope_scaling": scaling})
+        return export_gguf(stored, tmp_path / name).notes
+
+    assert notes("a.gguf", 64) == ()
+    (note,) = notes("b.gguf", 32)
+    assert "over 32 tokens" in note
+    factors = read(tmp_path / "b.gguf")[1]
+    np.testing.assert_array_equal(factors["rope_factors_long.weight"], np.full(8, 4.0))
+    np.testing.assert_array_equal(factors["rope_factors_short.weight"], np.ones(8))
+
+
+def test_a_scores_size_of_the_heads_channels_changes_nothing(tmp_path):
+    attention = {**GEMMA3["attention"], "score_size": 16}
+    export_gguf(random_model(tmp_path, **{**GEMMA3, "attention": attention}), tmp_path / "a.gguf")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_of_each_dtype(tmp_path, dtype):
     stored = random_model(
@@ -199,7 +247,39 @@ def test_what_f16_cannot_hold_is_refused_and_leaves_nothing(tmp_path):
             {**MODELS["qwen3_moe"], "router": {"renormalize": False}},
             r"'qwen3moe' computes no model\.router\.renormalize=false \(only true\)",
         ),
-        ({**MODELS["qwen2"], "rope_scaling": {"type": "llama3"}}, "llama3.*Llama's kind"),
+        (
+            {**MODELS["qwen2"], "rope_scaling": {"type": "llama3"}},
+            "'llama3' for this kind of model",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "dynamic"}},
+            r"no rotary frequencies from a text's length.*'dynamic'",
+        ),
+        (
+            {**MODELS["gpt_oss"], "rope_scaling": {"type": "longrope"}},
+            "'longrope' for this kind of model",
+        ),
+        ({**MODELS["smollm3"], "nope_layers": 3}, r"nope_layers=3 \(only 4\)"),
+        (
+            {**MODELS["gemma3_text"], "n_layers": 62},
+            "'gemma3' computes no model.n_layers=62; --to hf",
+        ),
+        (
+            {**MODELS["gemma3_text"], "attention": {**GEMMA3["attention"], "score_size": 8}},
+            "score_size=8",
+        ),
+        (
+            {**MODELS["deepseek_v2"], "n_layers": 27},
+            r"q_rank=24 with 27 layers \(only 'none'\)",
+        ),
+        (
+            {**MODELS["deepseek_v2"], "attention": {**LATENT, "q_rank": None}},
+            r"q_rank=none with 3 layers \(only a number\)",
+        ),
+        (
+            {**MODELS["deepseek_v2"], "rope_scaling": {"type": "yarn"}},
+            "mscale equal to mscale_all_dim.*and here it is 1.2079",
+        ),
         (
             {**LLAMA, "rope_scaling": {"type": "yarn", "truncate": False}},
             "truncate=false; --to hf",

@@ -3,7 +3,7 @@ their names there, and the settings that it knows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -17,8 +17,8 @@ from pentameter.config.section import ABSENT
 from pentameter.config.tables import packaged_table
 from pentameter.errors import ConfigError
 
-Values = Mapping[str, Collection[object] | Literal["any"]]
-"""Key of `[model]` → the values that are possible."""
+Values = Mapping[str, Collection[object] | Literal["any", "set"]]
+"""Key of `[model]` → the values that are possible; "set" is any but none."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,28 @@ class Architecture:
     """True if a tied head is written as a tensor of its own."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules, where they differ from the family's."""
+    keys: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Size of a model, or switch, → the keys in a GGUF file, without the architecture's name, that
+    hold it."""
+    entries: Mapping[str, int] = field(default_factory=dict)
+    """Keys in a GGUF file that always hold the same."""
+    rope_scalings: Collection[str] = ("linear", "yarn")
+    """The types of `rope_scaling` that it computes."""
+    by_layers: Mapping[str, Values] = field(default_factory=dict)
+    """A number of layers, as text → values that differ with so many, as llama.cpp tells some models
+    by their depth."""
 
     def as_family(self) -> Family:
-        """Return the family with its tensors as llama.cpp has them: no matrix transposed, rows of
-        queries, keys and values one after the other, all experts of a layer in one tensor."""
+        """Return the family with its tensors as llama.cpp has them: parameters as they are, no
+        matrix transposed, rows of queries, keys and values one after the other, all experts of a
+        layer in one tensor."""
         family = families()[self.family]
-        order: Literal["apart", "parts"] = (
-            "apart" if family.projections.order == "apart" else "parts"
-        )
+        order = family.projections.order
         return replace(
             family,
             transposed=False,
-            projections=replace(family.projections, order=order),
+            packing=None,
+            projections=replace(family.projections, order="parts" if order == "heads" else order),
             names={**family.names, **self.names},
         )
 
@@ -71,17 +81,24 @@ def architectures() -> Mapping[str, Architecture]:
             {**table["values"], **row.get("values", {})},
             row.get("neighbors", False),
             row.get("needs_head", False),
-            table["names"],
+            {**table["names"], **row.get("names", {})},
+            {**table["keys"], **row.get("keys", {})},
+            row.get("entries", {}),
+            row.get("rope_scalings", Architecture.rope_scalings),
+            row.get("by_layers", {}),
         )
-        for name, row in table["families"].items()
+        for name, row in _rows()
     }
 
 
-def keys_in_file() -> Mapping[str, list[str]]:
-    """Return key of `[model]` → the keys in a GGUF file, without the architecture's name, that hold
-    its value."""
-    keys: dict[str, list[str]] = _table()["keys"]
-    return keys
+def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each family's name and row, with what it `extends`."""
+    rows = _table()["families"]
+    for name, row in rows.items():
+        base = rows.get(row.get("extends"), {})
+        both = base.keys() & row.keys()
+        merged = {key: {**base[key], **row[key]} for key in both if isinstance(row[key], dict)}
+        yield name, {**base, **row, **merged}
 
 
 def choose_architecture(model: ModelConfig) -> Architecture:
@@ -98,7 +115,7 @@ def choose_architecture(model: ModelConfig) -> Architecture:
             "llama.cpp's own convert_hf_to_gguf.py may know it"
         )
     found = architectures()[name]
-    if problems := list(_not_computed(found.values, model)):
+    if problems := list(_not_computed(found, model)):
         raise ConfigError(
             f"llama.cpp's {found.architecture!r} computes no {'; '.join(problems)}; --to hf "
             "writes the model for transformers and vLLM"
@@ -106,17 +123,24 @@ def choose_architecture(model: ModelConfig) -> Architecture:
     return found
 
 
-def _not_computed(possible: Values, model: ModelConfig) -> Iterator[str]:
+def _not_computed(found: Architecture, model: ModelConfig) -> Iterator[str]:
     """Yield each key of `[model]`, with its value, that llama.cpp does not compute."""
+    possible = {**found.values, **found.by_layers.get(str(model.n_layers), {})}
     defaults = architecture(type(model)())
     window, context = model.attention.sliding_window, model.context_length
     for key, value in architecture(model).items():
         listed = possible.get(key)
-        if listed == "any" or (listed is None and value == defaults[key]):
+        if listed == "any" or (listed == "set" and value is not None):
             continue
-        if (ABSENT if value is None else value) in (listed or ()):
+        if listed is None and value == defaults[key]:
+            continue
+        if (ABSENT if value is None else value) in (listed or ()) and listed != "set":
             continue
         if key.startswith("attention.sliding_window") and window is not None and window >= context:
             continue  # such a window leaves out nothing
-        wanted = f" (only {', '.join(map(shown, listed))})" if listed else ""
-        yield f"model.{key}={shown(value)}{wanted}"
+        if key == "attention.score_size" and value == model.head_channels:
+            continue  # by which scores are divided anyway
+        by_depth = {each for values in found.by_layers.values() for each in values} - {"n_layers"}
+        depth = f" with {model.n_layers} layers" if key in by_depth else ""
+        others = "a number" if listed == "set" else ", ".join(map(shown, listed or ()))
+        yield f"model.{key}={shown(value)}{depth}" + f" (only {others})" * bool(others)

@@ -13,9 +13,8 @@ from pentameter.checkpoint.folders.model_folder import StoredModel
 from pentameter.checkpoint.gguf.architectures import (
     Architecture,
     choose_architecture,
-    keys_in_file,
 )
-from pentameter.checkpoint.gguf.rotary import rotary_entries
+from pentameter.checkpoint.gguf.rotary import rotary_entries, rotary_notes
 from pentameter.checkpoint.gguf.tensors import FileTensor, file_tensors
 from pentameter.checkpoint.gguf.vocabulary import Vocabulary, refuse, vocabulary
 from pentameter.checkpoint.hugging_face.folder import Exported, their_weights
@@ -85,6 +84,7 @@ def export_gguf(
             sync(path)
             for file, data in (beside or {}).items():
                 write_hashed(folder / file, [data])
+    notes += rotary_notes(model)
     if dtype == "Q8_0" and (n_others := sum(tensor.dtype == "F16" for tensor in tensors)):
         notes += (
             f"{n_others} tensors are F16, as their rows are no multiple of Q8_0's blocks of 32",
@@ -132,20 +132,23 @@ def _model_entries(chosen: Architecture, stored: StoredModel, dtype: str) -> dic
         "general.file_type": _FILE_TYPES[dtype],
         "general.quantization_version": 2,
     }
-    of_model = _architecture_entries(model.resolved) | rotary_entries(model)
+    of_model = _architecture_entries(model.resolved, chosen) | rotary_entries(model)
     return found | {f"{chosen.architecture}.{key}": value for key, value in of_model.items()}
 
 
-def _architecture_entries(model: ModelConfig) -> dict[str, Any]:
+def _architecture_entries(model: ModelConfig, chosen: Architecture) -> dict[str, Any]:
     """Return a resolved model's sizes and switches as entries, without the architecture's name."""
-    values = architecture(model)
-    values["vocab_size"] = model.vocab_size
+    values = {**architecture(model), "vocab_size": model.vocab_size}
+    values["query_channels"] = model.query_channels
+    values["window_rope_theta"] = model.window_rope_theta or model.rope_theta
+    values["experts.shared_width"] = model.experts.n_shared * (model.experts.width or 0) or None
     found = {
         key: values[ours]
-        for ours, keys in keys_in_file().items()
+        for ours, keys in chosen.keys.items()
         for key in keys
         if values[ours] is not None
     }
+    found |= chosen.entries
     norm = "layer_norm_epsilon" if model.norm == "layernorm" else "layer_norm_rms_epsilon"
     return {**found, f"attention.{norm}": float(model.norm_eps)}
 

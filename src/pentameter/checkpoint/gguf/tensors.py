@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 DTYPES = ("F32", "F16", "BF16", "Q8_0")
 """Names, in GGUF, of the numbers that matrices may be written in. `Q8_0` is blocks of 32 bytes with
 a common scale."""
-_WHOLE = ("_norm.weight", "position_embd.weight", "ffn_gate_inp.weight")
+_WHOLE = (
+    "_norm.weight",
+    "position_embd.weight",
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+)
 """Endings of the names of matrices that llama.cpp reads as fp32 whatever the file's dtype."""
 
 
@@ -87,9 +92,8 @@ def file_tensors(
     whole = dict(weights)
     if chosen.needs_head and model.tied_head:
         whole[family.head] = whole[f"{family.body}{family.names['token_embedding']}.weight"]
-    factors = rotary_factors(model, are_read=chosen.neighbors)
-    if factors is not None:
-        yield FileTensor("rope_freqs.weight", factors, "F32")
+    for name, factors in rotary_factors(model, chosen.rope_scalings).items():
+        yield FileTensor(name, factors, "F32")
     for theirs, tensor in whole.items():
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         if name is None:
