@@ -195,6 +195,8 @@ def test_every_command_printed_at_the_end_works(capsys, settings):
     assert ("serve" in {words[3] for words in commands}) == (find_spec("uvicorn") is not None)
     for words in commands:
         assert words[:3] == [sys.executable, "-m", "pentameter"]
+        if words[3] == "sample":  # as many tokens as the model sees at once, 500 at most
+            assert words[words.index("--max-new-tokens") + 1] == "16"
         # `doctor` measures this machine, for seconds, and knows no run; `serve` does not end.
         if words[3] not in ("doctor", "serve"):
             assert main(words[3:]) == 0, words

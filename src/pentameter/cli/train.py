@@ -441,7 +441,8 @@ def _print_next_steps(run: TrainingRun) -> None:
     is_script = called.name == "pentameter"
     command = shlex.join([str(called)] if is_script else [sys.executable, "-m", "pentameter"])
     folder = shlex.quote(str(run.run_dir))
-    lines = [f"{command} sample {folder}{_prompt_options(run)} --max-new-tokens 500"]
+    n_tokens = min(500, run.config.model.context_length)  # beyond it the beginning is forgotten
+    lines = [f"{command} sample {folder}{_prompt_options(run)} --max-new-tokens {n_tokens}"]
     if find_spec("uvicorn") is not None:  # the extra `serve`
         lines.append(f"{command} serve {folder}")
     if run.dataset.split("val").n_tokens > 1:
