@@ -133,8 +133,20 @@ def test_variables_reach_the_template(asked: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "said", "param"),
     [
-        ({"model": "plain", "tools": [TOOL]}, "writes no tools", "tools"),
-        ({"model": "unknown", "tools": [TOOL]}, "not known here (Hermes, Mistral", "tools"),
+        (
+            {"model": "plain", "tools": [TOOL], "tool_choice": "required"},
+            "writes no tools, so the model cannot see them, and tool_choice asks for a call",
+            "tools",
+        ),
+        (
+            {
+                "model": "unknown",
+                "tools": [TOOL],
+                "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            },
+            "not known here (Hermes, Mistral",
+            "tools",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].function: Field required", "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "pattern", "tools"),
         ({"tool_choice": "any", "tools": [TOOL]}, "'none'", "tool_choice"),
@@ -155,6 +167,24 @@ def test_what_is_refused(client: TestClient, fields: Any, said: str, param: str)
     error = answer.json()["error"]
     assert said in error["message"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize("model", ["plain", "unknown"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_need_not_be_called_may_stay_unseen(
+    client: TestClient, model: str, stream: bool
+) -> None:
+    """As Open WebUI offers its own with every message."""
+    body = {"model": model, "messages": [QUESTION], "max_tokens": 5, "stream": stream}
+    path = "/v1/chat/completions"
+    bare = client.post(path, json=body)
+    answer = client.post(path, json=body | {"tools": [TOOL], "tool_choice": "auto"})
+    assert answer.status_code == 200
+    assert f"the chat template of {model} writes" in answer.headers["X-Tools-Not-Shown"]
+    assert "X-Tools-Not-Shown" not in bare.headers
+    if not stream:
+        assert answer.json()["choices"] == bare.json()["choices"]
+        assert answer.json()["usage"] == bare.json()["usage"]
 
 
 def test_effort_none_asks_for_nothing_where_it_is_not_known(asked: Any) -> None:

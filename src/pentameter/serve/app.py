@@ -28,6 +28,7 @@ from pentameter.serve.endpoints.completions import CompletionRequest
 from pentameter.serve.endpoints.parsing import RequestError, body_of, parsed
 from pentameter.serve.endpoints.requests import Limits, TextsRequest
 from pentameter.serve.endpoints.responses import ResponsesRequest
+from pentameter.serve.endpoints.tools import TOOLS_NOT_SHOWN
 from pentameter.serve.guard import Access, Guard, refused
 from pentameter.serve.worker import Job, ServedModel, ServerBusyError, TakesTooLongError, Worker
 
@@ -67,7 +68,7 @@ def create_app(worker: Worker, limits: Limits, access: Access) -> FastAPI:
             allow_origins=list(access.origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[CLAMPED, "Retry-After"],
+            expose_headers=[CLAMPED, TOOLS_NOT_SHOWN, "Retry-After"],
         )
     app.add_exception_handler(RequestError, refused)
     app.add_exception_handler(HTTPException, _no_route)
@@ -160,7 +161,7 @@ async def _answer(
     except ServerBusyError as error:
         raise RequestError(str(error), 503, code="server_busy") from error
     answer = asked.answer(job)
-    headers = _clamped(asked.most_tokens, texts)
+    headers = _clamped(asked.most_tokens, texts) | asked.headers(served)
     if asked.stream:
         events = _events(worker, answer, limits.seconds, with_usage=asked.asks_for_usage)
         headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

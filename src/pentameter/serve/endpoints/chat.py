@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,12 +19,13 @@ from pentameter.serve.endpoints.answers import Answer, ChoicesAnswer
 from pentameter.serve.endpoints.parsing import RequestError
 from pentameter.serve.endpoints.requests import MOST_RIVALS, Limits, TextsRequest
 from pentameter.serve.endpoints.tools import (
+    TOOLS_NOT_SHOWN,
     Effort,
     NamedTool,
     ResponseFormat,
     Tool,
     constraint,
-    offered,
+    obstacle_to_tools,
     template_variables,
 )
 from pentameter.serve.worker import Job, ServedModel
@@ -70,13 +71,22 @@ class ChatRequest(TextsRequest):
             raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise RequestError("tool_choice is given without tools", param="tool_choice")
-        tools = offered(self.tools or [], served) if self.may_call else None
+        if self.must_call and (obstacle := obstacle_to_tools(served)) is not None:
+            raise RequestError(
+                f"{obstacle}, and tool_choice asks for a call; leave both out, or name a template "
+                "that writes tools with data.chat_template",
+                param="tools",
+            )
+        tools = [
+            each.model_dump(exclude_unset=True, exclude_none=True)
+            for each in self.shown_tools(served)
+        ]
         variables = template_variables(
             tokenizer.chat, self.chat_template_kwargs, self.reasoning_effort
         )
         try:
             ids = encode_messages(
-                tokenizer, normalized(self.messages), served.render, tools, variables
+                tokenizer, normalized(self.messages), served.render, tools or None, variables
             )
         except ConfigError as error:
             raise RequestError(str(error), param="messages") from error
@@ -101,17 +111,31 @@ class ChatRequest(TextsRequest):
         schema = None
         if self.response_format is not None:
             schema = self.response_format.schema_of_content()
-        tools = self.tools if self.may_call else None
+        tools = self.shown_tools(served)
         return constraint(served, end_of_prompt(served, ids), schema, tools, self.tool_choice)
 
     def answer(self, job: Job) -> Answer:
         """Return the answer to this request, whose texts are those of `job`."""
-        return ChatAnswer(job, has_tools=self.may_call)
+        return ChatAnswer(job, has_tools=bool(self.shown_tools(job.served)))
+
+    def headers(self, served: ServedModel) -> dict[str, str]:
+        """Return the header that says why tools are not shown, if the template cannot."""
+        obstacle = obstacle_to_tools(served) if self.tools else None
+        if obstacle is None or self.tool_choice == "none":
+            return {}
+        return {TOOLS_NOT_SHOWN: obstacle.encode("ascii", "replace").decode()}
 
     @property
-    def may_call(self) -> bool:
-        """Whether the answer may call tools; with the choice "none" they are not shown."""
-        return bool(self.tools) and self.tool_choice != "none"
+    def must_call(self) -> bool:
+        """Whether the answer has to call a tool."""
+        return bool(self.tools) and self.tool_choice not in (None, "none", "auto")
+
+    def shown_tools(self, served: ServedModel) -> Sequence[Tool]:
+        """Return the tools that the model sees: none with the choice "none", nor where its template
+        cannot show them. An answer without a call is one that the choice "auto" allows, and some
+        clients offer tools with every message."""
+        hidden = self.tool_choice == "none" or obstacle_to_tools(served) is not None
+        return [] if hidden else self.tools or []
 
 
 _PROMPT_END = 32

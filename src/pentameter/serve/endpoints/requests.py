@@ -126,6 +126,10 @@ class TextsRequest(BaseModel, ABC):
         """Length that was asked for each text, in tokens; None if the server is to choose."""
         return self.max_tokens
 
+    def headers(self, served: ServedModel) -> dict[str, str]:
+        """Return the headers of the response that say what of the request `served` cannot do."""
+        return {}
+
     @property
     def asks_for_usage(self) -> bool:
         """True if a stream is to end with token counts."""

@@ -17,6 +17,8 @@ from pentameter.serve.endpoints.parsing import RequestError
 from pentameter.serve.worker import ServedModel
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+TOOLS_NOT_SHOWN = "X-Tools-Not-Shown"
+"""The header of a response that says why the model did not see the request's tools."""
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "documents"})
 """Variables that a chat template always gets, so that a request cannot give them."""
 
@@ -84,24 +86,19 @@ class NamedTool(BaseModel):
     function: Named
 
 
-def offered(tools: Sequence[Tool], served: ServedModel) -> list[dict[str, Any]]:
-    """Return tools as a chat template takes them. Raises RequestError if the model's template shows
-    a model none, or writes calls in a form that is not known here."""
+def obstacle_to_tools(served: ServedModel) -> str | None:
+    """Return why a model cannot be shown tools, as a sentence without its end: its template shows a
+    model none, or writes calls in a form that is not known here. None if it can."""
     form = served.answer_form
     if not form.shows_tools:
-        raise RequestError(
-            f"the chat template of {served.name} writes no tools, so the model would not see them; "
-            "leave tools out, or name a template that writes them with data.chat_template",
-            param="tools",
-        )
+        return f"the chat template of {served.name} writes no tools, so the model cannot see them"
     if form.writing is None:
         known = ", ".join([*(each.name for each in FORMS), "gpt-oss"])
-        raise RequestError(
+        return (
             f"the chat template of {served.name} writes calls of tools in a form that is not known "
-            f"here ({known} are); leave tools out, and read the calls in the text",
-            param="tools",
+            f"here ({known} are)"
         )
-    return [each.model_dump(exclude_unset=True, exclude_none=True) for each in tools]
+    return None
 
 
 def constraint(
