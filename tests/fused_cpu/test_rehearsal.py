@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.fused_cpu import functions, kernels, native, rehearsal
+from pentameter.fused_cpu import functions, kernels, native, rehearsal, step
 from pentameter.fused_cpu.rehearsal import rehearse, settle
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine import kernel_checks
@@ -127,17 +127,29 @@ def test_what_only_evaluation_computes_is_compared_too(vector_cpu, no_step, monk
 
 def test_the_head_is_compared_as_the_run_computes_it(monkeypatch):
     model = rehearsal._shallow(config_of(), torch.float32)
+    chunks = []
 
-    def heads():
-        return [p for p in rehearsal._parts(model, torch.float32, ROWS) if p.name == "head"]
+    def compared():
+        chunks.clear()
+        parts = rehearsal._parts(model, torch.float32, ROWS)
+        (head,) = [part for part in parts if part.name == "head"]
+        return [x.shape for x in rehearsal._results(head)]
 
+    of_rows = step.vector_loss.row_loss
+    monkeypatch.setattr(
+        step.vector_loss,
+        "row_loss",
+        lambda *given: chunks.append(given[0].shape) or of_rows(*given),
+    )
+    width = len(model.head_parameters()[0])
     with compiled.plainly():
-        (head,) = heads()
-        shapes = [x.shape for x in rehearsal._results(head)]
-    assert model.head_parameters()[0].shape in shapes  # its gradient is compared, too
-    # A loss in chunks takes no library, and all logits at once may exceed memory.
-    monkeypatch.setattr(loss, "MAX_LOGITS", ROWS * 32 * len(model.head_parameters()[0]) - 1)
-    assert heads() == []
+        assert model.head_parameters()[0].shape in compared()  # its gradient is compared, too
+        assert chunks == []
+        # Of a loss in chunks two are enough: all logits may take long.
+        monkeypatch.setattr(loss, "MAX_LOGITS", 48 * width)
+        assert (1, 49, 64) in compared()
+        assert sum(n for n, _ in chunks) == 49
+        assert len(chunks) == 2
 
 
 def plant(monkeypatch, folder, *, mended_by_less=False):

@@ -28,6 +28,8 @@ from pentameter.fused_cpu import (
     vector_kernels,
 )
 from pentameter.fused_cpu.heads import HeadShape, heads_of, rotation_of
+from pentameter.fused_cpu.vector import attention as vector_attention
+from pentameter.fused_cpu.vector.linear import fold, sum_rows, unfold
 
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
 
@@ -42,7 +44,7 @@ class FoldedLinear(Function):
         """Return the linears' outputs side by side in x's dtype, (…, n₁ + n₂ + …), for x (…, k),
         the preceding norm's weight `scale` (k,) or None, and one or more weights (nᵢ, k) in the
         parameters' dtype."""
-        low = kernels.fold(weights, scale, x.dtype)
+        low = fold(weights, scale, x.dtype)
         ctx.save_for_backward(x, low, scale, *weights)
         return x @ low.t()
 
@@ -50,7 +52,7 @@ class FoldedLinear(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, low, scale, *weights = ctx.saved_tensors
-        g_weights, g_scale = kernels.unfold(_weight_gradient(g, x), tuple(weights), scale)
+        g_weights, g_scale = unfold(_weight_gradient(g, x), tuple(weights), scale)
         return g @ low, g_scale, *g_weights
 
 
@@ -64,12 +66,19 @@ class EmbeddingDropout(Function):
         batch row, int32 (B, 2), from which the mask follows."""
         ctx.save_for_backward(keys)
         ctx.p = p
-        return kernels.dropout(x, keys, p)
+        return _dropped(x, keys, p)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return kernels.dropout(g.contiguous(), ctx.saved_tensors[0], ctx.p), None, None
+        return _dropped(g.contiguous(), ctx.saved_tensors[0], ctx.p), None, None
+
+
+def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
+    """Return x (B, T, D) after dropout, by the C++ kernel if it takes x, else by the compiled
+    one."""
+    native = vector_kernels.can_norm(x, x.dtype)
+    return (vector_kernels if native else kernels).dropout(x, keys, p)
 
 
 class Norm(Function):
@@ -80,14 +89,19 @@ class Norm(Function):
     def forward(ctx: Any, x: Tensor, kind: kernels.NormKind, dtype: torch.dtype) -> Tensor:
         """Normalise x (B, T, D) and return it in `dtype`, without the norm's weight and bias.
         `kind` says whether by LayerNorm or RMSNorm, and its epsilon."""
-        y, mean, scale = kernels.norm_forward(x, kind, dtype)
+        ctx.kind, ctx.native = kind, vector_kernels.can_norm(x, dtype)
+        if ctx.native:
+            y, mean, scale = vector_kernels.norm(x, *kind, dtype)
+        else:
+            y, mean, scale = kernels.norm_forward(x, kind, dtype)
         ctx.save_for_backward(x, mean, scale)
-        ctx.kind = kind
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.native:
+            return vector_kernels.norm_backward(g, *ctx.saved_tensors, *ctx.kind), None, None
         return kernels.norm_backward(g, *ctx.saved_tensors, ctx.kind), None, None
 
 
@@ -132,7 +146,7 @@ class AddNorm(Function):
             g_x, g_y, g_bias = vector_kernels.add_norm_backward(how, g, g_norm, x, mean, scale)
         else:
             g_x, g_y = kernels.add_norm_backward(g, g_norm, x, mean, scale, keys, ctx.p, ctx.kind)
-            g_bias = None if bias is None else kernels.sum_rows(g_y)
+            g_bias = None if bias is None else sum_rows(g_y)
         return g_x, g_y, g_bias, None, None, None
 
 
@@ -161,7 +175,7 @@ class FeedForward(Function):
         side by side; None without. down: the weight (D, n). kind: the activation's name. up: the
         weights (gate, up), or up alone, (n, D) each.
         """
-        low_up, low_down = kernels.fold(up, scale, x.dtype), kernels.fold((down,), None, x.dtype)
+        low_up, low_down = fold(up, scale, x.dtype), fold((down,), None, x.dtype)
         h = x @ low_up.t()
         ctx.save_for_backward(x, h, low_up, low_down, bias, scale, down, *up)
         ctx.kind = kind
@@ -172,8 +186,8 @@ class FeedForward(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, h, low_up, low_down, bias, scale, down, *up = ctx.saved_tensors
         g_h, wide, g_bias = activation_gradients(g @ low_down, h, bias, ctx.kind, len(up) > 1)
-        g_up, g_scale = kernels.unfold(_weight_gradient(g_h, x), tuple(up), scale)
-        (g_down,), _ = kernels.unfold(_weight_gradient(g, wide), (down,), None)
+        g_up, g_scale = unfold(_weight_gradient(g_h, x), tuple(up), scale)
+        (g_down,), _ = unfold(_weight_gradient(g, wide), (down,), None)
         return g_h @ low_up, g_scale, g_bias, g_down, None, *g_up
 
 
@@ -195,7 +209,7 @@ def activation_gradients(
     if vector_kernels.can_activate(h, bias, gated):
         return vector_kernels.activation_gradients(g, h, bias, kind, gated)
     g_h, y = activations.activation_gradients(g, h, bias, kind, gated)
-    return g_h, y, None if bias is None else kernels.sum_rows(g_h)
+    return g_h, y, None if bias is None else sum_rows(g_h)
 
 
 class AmxFeedForward(Function):
@@ -220,9 +234,9 @@ class AmxFeedForward(Function):
         """
         n_factors = len(up)
         layer = amx_feed_forward.FeedForwardLayer(
-            _interleave(kernels.fold(up, scale, x.dtype), n_factors),
+            _interleave(fold(up, scale, x.dtype), n_factors),
             None if bias is None else _interleave(bias, n_factors),
-            kernels.fold((down,), None, x.dtype),
+            fold((down,), None, x.dtype),
             activations.curve(kind),
         )
         y, kept = amx_feed_forward.feed_forward(layer, x)
@@ -238,7 +252,7 @@ class AmxFeedForward(Function):
         g = g.contiguous()
         g_x, g_h, y, g_bias = amx_feed_forward.feed_forward_backward(layer, g, kept)
         joined = amx_feed_forward.matmul_over_rows(x.flatten(0, -2), g_h, transposed=True)
-        g_up, g_scale = kernels.unfold(_separate(joined, len(up)), tuple(up), scale)
+        g_up, g_scale = unfold(_separate(joined, len(up)), tuple(up), scale)
         g_down = amx_feed_forward.matmul_over_rows(g.flatten(0, -2), y)
         if g_bias is not None:
             g_bias = _separate(g_bias, len(up))
@@ -293,20 +307,21 @@ class CausalAttention(Function):
         heads = heads_of(shape, projected, *others)
         T = projected.shape[1]
         n_blocks = QUERY_BLOCKS if T % QUERY_BLOCKS == 0 else 1
-        mask = attention_kernels.causal_mask(T, heads.q.data.dtype)
-        queries, k, v = attention_kernels.split_heads(heads, n_blocks)
+        native = vector_attention.can_attend(heads, shape, n_blocks)
+        ctx.source = source = vector_attention if native else attention_kernels
+        mask = None if native else attention_kernels.causal_mask(T, heads.q.data.dtype)
+        queries, k, v = source.split_heads(heads, n_blocks)
         outputs, weights, inverses = [], [], []
         for i in range(n_blocks):
             end = k[i].shape[1]
             first = end - queries[i].shape[1]
-            scores, seen = _multiply(queries[i], k[i].transpose(1, 2)), mask[first:end, :end]
-            e, dropped, inverse = attention_kernels.softmax_forward(
-                scores, seen.contiguous(), first, keys, shape
-            )
+            scores = _multiply(queries[i], k[i].transpose(1, 2))
+            seen = None if mask is None else mask[first:end, :end].contiguous()
+            e, dropped, inverse = source.softmax_forward(scores, seen, first, keys, shape)
             outputs.append(_multiply(dropped, v[i]))
             weights.append(e)
             inverses.append(inverse)
-        y = attention_kernels.merge_heads(outputs, inverses, shape.n_heads)
+        y = source.merge_heads(outputs, inverses, shape.n_heads)
         kept = None if heads.q.norm is None else projected  # which only norms read again
         ctx.save_for_backward(y, keys, kept, *others, *queries, *k, *v, *weights, *inverses)
         ctx.shape = shape
@@ -319,14 +334,14 @@ class CausalAttention(Function):
         made, saved = saved[:6], saved[6:]
         n, shape = len(saved) // 5, ctx.shape
         queries, k, v, weights, inverses = (saved[i * n : (i + 1) * n] for i in range(5))
-        g_blocks, g_scaled, deltas = attention_kernels.split_gradient(
+        g_blocks, g_scaled, deltas = ctx.source.split_gradient(
             g.contiguous(), y, inverses, shape.n_heads
         )
         g_q, g_k, g_v = [], [], []
         for i in range(n):
             g_dropped = _multiply(g_blocks[i], v[i].transpose(1, 2))
             first = k[i].shape[1] - queries[i].shape[1]
-            g_scores, dropped = attention_kernels.softmax_backward(
+            g_scores, dropped = ctx.source.softmax_backward(
                 g_dropped, weights[i], deltas[i], inverses[i], first, keys, shape
             )
             g_q.append(_multiply(g_scores, k[i]))
@@ -335,10 +350,10 @@ class CausalAttention(Function):
             g_v.append(_sum_products(seen, g_scaled[i], len(k[i])))
         projected, bias, *_, cosine, sine = made
         normed = None if projected is None else heads_of(shape, *made)
-        joined, *g_norms = attention_kernels.join_heads(
+        joined, *g_norms = ctx.source.join_heads(
             g_q, g_k, g_v, shape, rotation_of(cosine, sine), normed
         )
-        g_bias = None if bias is None else kernels.sum_rows(joined)
+        g_bias = None if bias is None else sum_rows(joined)
         return None, None, joined, g_bias, *g_norms, None, None
 
 
@@ -383,7 +398,7 @@ class AmxAttention(Function):
         g_norms = amx_attention.attention_backward(
             shape.split(g_projected), g.contiguous(), y, logs, heads_of(shape, *made), shape, keys
         )
-        g_bias = None if bias is None else kernels.sum_rows(g_projected)
+        g_bias = None if bias is None else sum_rows(g_projected)
         g_q_norm, g_k_norm = (
             None if norm is None else g_norm
             for norm, g_norm in zip((q_norm, k_norm), g_norms, strict=True)

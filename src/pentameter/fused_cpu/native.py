@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +25,16 @@ from torch import Tensor
 from pentameter.config.schema import ModelConfig
 from pentameter.disk.cache import cache_folder
 from pentameter.machine.capabilities import Capabilities, CpuCapabilities, compiler_command
+from pentameter.machine.cores_and_memory import n_usable_cores
 from pentameter.machine.kernel_checks import LEVELS, Level
 
 Name = Literal["vector", "AMX"]
 
 FILES: dict[Name, tuple[str, ...]] = {
-    "vector": ("add_norm", "activation", "expert_rows", "grouped_matmul", "router"),
+    "vector": (
+        *("add_norm", "activation", "between_matmuls", "expert_rows", "grouped_matmul", "linear"),
+        *("loss", "router"),
+    ),
     "AMX": ("attention", "feed_forward", "grouped_tiles", "weight_gradient"),
 }
 """Maps a library to its sources in `cpp/`, without their suffix: "vector" needs AVX2 or AVX-512,
@@ -116,7 +121,8 @@ def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
 
 
 def build(name: Name, machine: Sequence[str]) -> Path:
-    """Return the path to a compiled library in the cache, compiling it unless it exists.
+    """Return the path to a compiled library in the cache, compiling it unless it exists: its
+    sources side by side on the cores at hand.
 
     `machine` are the compiler's level of optimization and instruction set. The file is named by a
     hash over sources and flags, so that it is never out of date.
@@ -139,14 +145,27 @@ def build(name: Name, machine: Sequence[str]) -> Path:
     # Several processes may build at once: each writes its own file and puts it in place.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         fresh = Path(folder) / library.name
-        command = [compiler, *flags, *map(str, sources), "-o", str(fresh)]
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
-        )
-        if result.returncode != 0:
-            raise OSError(next(iter(result.stderr.splitlines()), f"exit {result.returncode}"))
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        commands = [
+            [compiler, *flags, "-c", str(source), "-o", str(made)]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(n_usable_cores()) as pool:
+            for _ in pool.map(_compile, commands):
+                pass
+        _compile([compiler, *flags, *map(str, objects), "-o", str(fresh)])
         os.replace(fresh, library)
     return library
+
+
+def _compile(command: Sequence[str]) -> None:
+    """Run the compiler. Raises OSError with its first words if it fails,
+    subprocess.SubprocessError if it takes more than BUILD_SECONDS."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+    )
+    if done.returncode != 0:
+        raise OSError(next(iter(done.stderr.splitlines()), f"exit {done.returncode}"))
 
 
 def unload(*names: Name) -> None:

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import native
-from pentameter.fused_cpu.functions import FoldedLinear
+from pentameter.fused_cpu.functions import EmbeddingDropout, Norm
 from pentameter.fused_cpu.kernels import CENTRED, NormKind
 from pentameter.fused_cpu.step import (
     add_norm,
     attention_output,
     feed_forward_output,
     fused_loss_sum,
+    head_loss_sum,
 )
 from pentameter.machine.capabilities import Capabilities
 from pentameter.machine.kernel_checks import (
@@ -40,13 +41,13 @@ from pentameter.machine.kernel_checks import (
     record,
     worst,
 )
+from pentameter.model import loss
 from pentameter.model.attention.attention import Attention
 from pentameter.model.compiled import failures, hold, plainly, refused
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.experts import Experts
 from pentameter.model.feed_forward import MLP
 from pentameter.model.gpt import GPT, Block
-from pentameter.model.loss import exceeds_chunk
 from pentameter.model.positions import rotation
 
 MOST_REROUTED = 1e-3
@@ -170,20 +171,34 @@ def _results(part: _Part) -> list[Tensor]:
 
 def _parts(model: GPT, dtype: torch.dtype, n_rows: int) -> Iterator[_Part]:
     """Yield the parts of the fused step that a library may compute: attention and feed-forward
-    layers, the ends of sub-layers, and the head, unless its loss is computed in chunks by other
-    operations. Parts that evaluation computes in another way, without dropout or a router's losses,
-    come once more for evaluation."""
+    layers, the ends of sub-layers, and what stands before and after the blocks. Parts that
+    evaluation computes in another way, without dropout or a router's losses, come once more for
+    evaluation."""
     for training in (True, False):
         yield from _layers(model, dtype, n_rows, training)
+    yield from _ends(model, dtype, n_rows)
+
+
+def _ends(model: GPT, dtype: torch.dtype, n_rows: int) -> Iterator[_Part]:
+    """Yield the parts before and after the blocks: the first norm, dropout on the embeddings, and
+    the head with its loss. A loss in chunks is computed for as many tokens as make two of them."""
     config, weight = model.config, model.head_parameters()[0]
-    if exceeds_chunk(n_rows * config.context_length, len(weight)):
-        return
+    assert config.vocab_size is not None
+    kind = NormKind(CENTRED[config.norm], config.norm_eps)
     generator = torch.Generator().manual_seed(4)
     size = n_rows, config.context_length, config.d_model
+    x = torch.randn(size, generator=generator, dtype=weight.dtype)
+    yield _Part("norm", lambda x: (Norm.apply(x, kind, dtype),), (x,), (), True)
+    if (p := model.embedding_dropout.p) > 0:
+        sites = dropout_keys(config, 0, 0, range(n_rows)).transpose(0, 1).contiguous()
+        keys = sites[model.embedding_dropout.site]
+        yield _Part("dropout", lambda x: (EmbeddingDropout.apply(x, keys, p),), (x,), (), True)
+    if loss.exceeds_chunk(n_rows * config.context_length, len(weight)):
+        size = 1, loss.MAX_LOGITS // len(weight) + 1, config.d_model
     h = torch.randn(size, generator=generator).to(dtype)
-    scale = model.final_norm.get_parameter("weight")
+    targets = torch.randint(-1, config.vocab_size, size[:2], generator=generator)
     read = model.final_norm, model.token_embedding if config.tied_head else model.head
-    yield _Part("head", lambda h: (FoldedLinear.apply(h, scale, weight),), (h,), read, True)
+    yield _Part("head", lambda h: (head_loss_sum(h, model, targets),), (h,), read, True)
 
 
 def _layers(model: GPT, dtype: torch.dtype, n_rows: int, training: bool) -> Iterator[_Part]:

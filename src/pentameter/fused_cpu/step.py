@@ -30,6 +30,7 @@ from pentameter.fused_cpu.functions import (
 )
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.kernels import CENTRED, NormKind, precise
+from pentameter.fused_cpu.vector import loss as vector_loss
 from pentameter.model.attention.attention import Attention
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
@@ -38,7 +39,6 @@ from pentameter.model.feed_forward import MLP, FeedForward
 from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import (
     chunked_loss_sum,
-    compiled_row_loss,
     exceeds_chunk,
     loss_sum,
     softcapped,
@@ -90,18 +90,28 @@ def fused_loss_sum(
         y, bias = feed_forward_output(h, mlp_norm, mlp, config.feed_forward.activation)
         x, h = add_norm(x, y, bias, mlp.dropout, sites, dropping, kind)
 
+    return head_loss_sum(h, model, targets)
+
+
+def head_loss_sum(h: Tensor, model: GPT, targets: Tensor) -> Tensor:
+    """Return the summed cross-entropy in nats, 0-dim, for `targets`, int64 (B, T), of the model's
+    last hidden states h (B, T, D): the stream after the final norm's formula, but before its weight
+    and bias."""
+    config = model.config
     weight, bias = model.head_parameters()
     assert config.vocab_size is not None  # a GPT has one
     cap = config.logit_softcap
     if exceeds_chunk(targets.numel(), len(weight)):
         x = _apply_norm_weight(h, model.final_norm)
         return chunked_loss_sum(
-            x, weight, bias, targets, config.vocab_size, compiled_row_loss, softcap=cap
+            x, weight, bias, targets, config.vocab_size, vector_loss.row_loss, softcap=cap
         )
     logits = FoldedLinear.apply(h, model.final_norm.weight, weight)
     norm_bias = getattr(model.final_norm, "bias", None)
     if norm_bias is not None:
         bias = F.linear(norm_bias, weight, bias)
+    if vector_loss.can_compute(logits, bias, cap):
+        return vector_loss.BiasedLoss.apply(logits, bias, targets, config.vocab_size)
     return _biased_loss_sum(logits, bias, targets, config.vocab_size, cap)
 
 

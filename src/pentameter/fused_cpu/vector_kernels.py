@@ -18,11 +18,11 @@ ROWS_PER_BIAS_SUM = 64
 
 class SubLayerEnd(NamedTuple):
     """The constant arguments for x + dropout(y + bias) and the norm that follows: the bias (D,) or
-    None, dropout's keys, int32 (B, 2), and probability `p`, whether the norm subtracts the mean
-    (`centred`), and its epsilon."""
+    None, dropout's keys, int32 (B, 2), or None where nothing is dropped, and probability `p`,
+    whether the norm subtracts the mean (`centred`), and its epsilon."""
 
     bias: Tensor | None
-    keys: Tensor
+    keys: Tensor | None
     p: float
     centred: bool
     eps: float
@@ -71,6 +71,45 @@ def add_norm_backward(
     sums = out.new_empty(-(-job.M // job.rows), job.D)
     call("vector", "add_norm_backward", job, g_x, g_y, sums, g, g_norm, out, mean, scale)
     return g_x, g_y, None if how.bias is None else sums.sum(0)
+
+
+def can_norm(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the vector library is loaded, and can normalise or drop the residual stream x
+    (B, T, D) in fp32, with the norm in `dtype` and D divisible by CHANNELS."""
+    return serves("vector", x.dtype, dtype) and x.shape[-1] % CHANNELS == 0
+
+
+def norm(x: Tensor, centred: bool, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x (B, T, D) normalised in `dtype`, without the norm's weight and bias, and the mean
+    and scale (B, T, 1) that backward needs. centred, eps: whether the norm subtracts the mean, and
+    its epsilon."""
+    x = x.contiguous()
+    normed = torch.empty_like(x, dtype=dtype)
+    mean, scale = (x.new_empty(*x.shape[:-1], 1) for _ in range(2))
+    job = _add_norm(SubLayerEnd(None, None, 0.0, centred, eps), normed)
+    call("vector", "add_norm", job, None, normed, mean, scale, x, None)
+    return normed, mean, scale
+
+
+def norm_backward(
+    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, centred: bool, eps: float
+) -> Tensor:
+    """Return x's gradient (B, T, D), given g, that of `norm`'s first result. x, centred, eps:
+    `norm`'s arguments; mean, scale: its other results."""
+    x, g = x.contiguous(), g.contiguous()
+    g_x = torch.empty_like(x)
+    job = _add_norm(SubLayerEnd(None, None, 0.0, centred, eps), g)
+    call("vector", "add_norm_backward", job, g_x, None, None, None, g, x, mean, scale)
+    return g_x
+
+
+def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
+    """Return x (B, T, D) in fp32 after dropout with probability p above 0 and the mask that `keys`,
+    int32 (B, 2), determine."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    call("vector", "dropout", _add_norm(SubLayerEnd(None, keys, p, False, 0.0), x), y, x)
+    return y
 
 
 def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:

@@ -4,6 +4,7 @@ compilation, asynchronous checkpoints."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -12,6 +13,7 @@ from pentameter.config.choices import Precision, refuse_unknown
 from pentameter.errors import ConfigError
 from pentameter.machine.capabilities import (
     Capabilities,
+    Compiler,
     GpuCapabilities,
     find_compiler,
     machine_capabilities,
@@ -147,22 +149,25 @@ def choose_compile(
     total_flops: float,
     precision: str | None = None,
     capabilities: Capabilities | None = None,
+    find: Callable[[torch.device, Capabilities], Compiler] | None = None,
 ) -> tuple[bool, str]:
-    """Return (whether to compile the step by `torch.compile`, the reason in words). Nothing is
-    compiled here but a probe.
+    """Return (whether to compile the step, the reason in words). Nothing is compiled here but what
+    `find` tries.
 
     setting: `train.compile`. `auto` compiles if a compiler works and the saved time of the whole
     run, `total_flops`, exceeds the 40 s or so spent on compiling. The rest of the run does not
     count by itself, so that a resumed run chooses the same. precision: from `choose_precision`;
-    None for its `auto`. capabilities: this machine's, by default looked up. Raises ConfigError if
+    None for its `auto`. capabilities: this machine's, by default looked up. find: finds and tries
+    the step's compiler; by default `find_compiler`, that of `torch.compile`. Raises ConfigError if
     `setting` is True and no compiler works.
     """
     capabilities = capabilities or machine_capabilities()
+    find = find or find_compiler
     match setting:
         case False:
             return False, "switched off"
         case True:
-            compiler = find_compiler(device, capabilities)
+            compiler = find(device, capabilities)
             if compiler.works:
                 return True, f"asked for; {compiler.reason}"
             raise ConfigError(
@@ -175,7 +180,7 @@ def choose_compile(
                     f"the run is too short (about {seconds:.0f} s) to earn back "
                     f"{COMPILE_SECONDS:.0f} s of compiling"
                 )
-            compiler = find_compiler(device, capabilities)
+            compiler = find(device, capabilities)
             return compiler.works, compiler.reason
         case unknown:
             refuse_unknown(unknown, "train.compile", "the engine")

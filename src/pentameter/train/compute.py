@@ -23,6 +23,9 @@ from pentameter.fused_cpu.amx_attention import attention_obstacle
 from pentameter.fused_cpu.rehearsal import rehearse, settle
 from pentameter.machine.capabilities import (
     Capabilities,
+    Compiler,
+    compiler_command,
+    find_compiler,
     held_by_others,
     machine_capabilities,
     memory_bytes,
@@ -193,7 +196,32 @@ def _choose_compile(
         total_flops=plan.total_tokens * plan.least_flops_per_token / max(1, n_devices),
         precision=precision,
         capabilities=capabilities,
+        find=partial(_find_compiler, plan, precision),
     )
+
+
+def _find_compiler(
+    plan: Plan, precision: str, device: torch.device, capabilities: Capabilities
+) -> Compiler:
+    """Return the compiler of the fused step's C++ kernels if it builds them on this CPU, else that
+    of `torch.compile`, tried out. A fused step asks `torch.compile` only for kernels that the C++
+    does not take, and each of these is tried, and left to PyTorch, by itself."""
+    command = compiler_command()
+    fused = device.type == "cpu" and plan.fused_obstacle is None
+    takes = fused and "vector" in _wanted_kernels(plan, precision)
+    if command is None or not takes or native.load("vector", capabilities) is not None:
+        return find_compiler(device, capabilities)
+    return Compiler(command, True, f"{command} builds")
+
+
+def _wanted_kernels(plan: Plan, precision: str) -> list[native.Name]:
+    """Return the libraries of C++ kernels that compute in a fused step's dtypes and widths."""
+    products = arithmetic(precision).products
+    wanted = [name for name, dtypes in native.DTYPES.items() if products in dtypes]
+    widths = native.vector_widths(plan.config.model).values()
+    if "vector" in wanted and all(width % native.CHANNELS for width in widths):
+        wanted.remove("vector")
+    return wanted
 
 
 def _choose_kernels(
@@ -207,9 +235,7 @@ def _choose_kernels(
     products, model = arithmetic(precision).products, plan.config.model
     widths = native.vector_widths(model)
     odd = [f"model.{key}={width}" for key, width in widths.items() if width % native.CHANNELS]
-    wanted = [name for name, dtypes in native.DTYPES.items() if products in dtypes]
-    if len(odd) == len(widths) and "vector" in wanted:
-        wanted.remove("vector")
+    wanted = _wanted_kernels(plan, precision)
     missing = {name: native.load(name, capabilities) for name in wanted}
     everywhere = world.all_gather(missing)
     for name in wanted:

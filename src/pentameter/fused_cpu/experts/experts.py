@@ -26,7 +26,7 @@ from pentameter.fused_cpu.experts.expert_rows import (
 )
 from pentameter.fused_cpu.experts.grouped_matmul import input_gradient, linear, weight_gradient
 from pentameter.fused_cpu.functions import activate, activation_gradients
-from pentameter.fused_cpu.kernels import fold, unfold
+from pentameter.fused_cpu.vector.linear import fold, unfold
 from pentameter.model.experts import GroupedLinear, Routing
 from pentameter.model.grouped_matmul import grouped_bias_gradient
 

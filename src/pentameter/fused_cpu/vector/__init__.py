@@ -1,0 +1,1 @@
+"""Element-wise operations of the fused step by the vector library, or by `torch.compile`."""

@@ -1,0 +1,92 @@
+"""What linear layers need beside their matmuls, by the C++ kernels in `cpp/linear.cpp`, or where
+these do not take a tensor by those of `torch.compile` (`fused_cpu/kernels.py`): weights with a
+norm's weight folded in, the way back for their gradients, and sums over rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pentameter.fused_cpu import kernels
+from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
+
+ROWS_PER_SUM = 64
+"""Rows per partial sum, of which a sum over all rows is made."""
+
+
+class _Fold(Struct):
+    """ctypes form of the C++ struct `Fold` in cpp/linear.cpp: the arguments of the kernels that
+    fold one layer's weight and unfold its gradient."""
+
+    _fields_ = fields("scale", int64="experts n N first k rows low")
+
+
+class _Rows(Struct):
+    """ctypes form of the C++ struct `Rows` in cpp/linear.cpp: the arguments of the kernel that sums
+    rows."""
+
+    _fields_ = fields(int64="M D rows low")
+
+
+def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return one matrix in `dtype` for several linear layers, as `kernels.fold` does: their weights
+    (…, n, k) stacked by rows, each times `scale` (k,) unless it is None."""
+    if not _can_fold(weights, scale, dtype):
+        return kernels.fold(weights, scale, dtype)
+    *experts, _, k = weights[0].shape
+    out = weights[0].new_empty(*experts, sum(x.shape[-2] for x in weights), k, dtype=dtype)
+    for job, weight in zip(_jobs(weights, scale, out), weights, strict=True):
+        call("vector", "fold", job, out, weight)
+    return out
+
+
+def unfold(
+    g: Tensor, weights: tuple[Tensor, ...], scale: Tensor | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return (gradients, scale's gradient) for the arguments of `fold`, given its result's gradient
+    g (…, n, k), as `kernels.unfold` does: one gradient per weight, in fp32, and the scale's (k,),
+    or None without a scale."""
+    if not _can_fold(weights, scale, g.dtype):
+        return kernels.unfold(g, weights, scale)
+    g = g.contiguous()
+    gradients, sums = [torch.empty_like(weight) for weight in weights], []
+    for job, weight, gradient in zip(_jobs(weights, scale, g), weights, gradients, strict=True):
+        n_sums = -(-(weight.numel() // job.k) // job.rows)
+        sums.append(weight.new_empty(0 if scale is None else n_sums, job.k))
+        call("vector", "unfold", job, gradient, sums[-1], g, weight)
+    return gradients, None if scale is None else torch.cat(sums).sum(0)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Return x (…, D) summed over all dimensions but the last, (D,), in at least fp32."""
+    if not serves("vector", torch.float32, x.dtype) or x.shape[-1] % CHANNELS:
+        return kernels.sum_rows(x)
+    x, D = x.contiguous(), x.shape[-1]
+    job = _Rows(x.numel() // D, D, ROWS_PER_SUM, x.dtype is torch.bfloat16)
+    sums = x.new_empty(-(-job.M // job.rows), D, dtype=torch.float32)
+    call("vector", "sum_rows", job, sums, x)
+    return sums.sum(0)
+
+
+def _can_fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether the vector library is loaded and takes these weights, contiguous and in fp32
+    as their scale, for matmuls in `dtype`."""
+    given = weights if scale is None else (*weights, scale)
+    return (
+        serves("vector", torch.float32, dtype)
+        and weights[0].shape[-1] % CHANNELS == 0
+        and all(x.dtype is torch.float32 and x.is_contiguous() for x in given)
+    )
+
+
+def _jobs(weights: tuple[Tensor, ...], scale: Tensor | None, stacked: Tensor) -> list[_Fold]:
+    """Return the C++ calls' arguments, one for each of the weights, which lie one after another in
+    `stacked` (…, N, k)."""
+    *experts, N, k = stacked.shape
+    n_experts, low = experts[0] if experts else 1, stacked.dtype is torch.bfloat16
+    jobs, first = [], 0
+    for weight in weights:
+        n = weight.shape[-2]
+        jobs.append(_Fold(scale, n_experts, n, N, first, k, ROWS_PER_SUM, low))
+        first += n
+    return jobs
