@@ -1,46 +1,158 @@
 """How long a user waits: for help, for the first step, for evaluations.
 
-    python benchmarks/startup.py [--json]
+    python benchmarks/startup.py [--json] [--preset NAME] [--also KEY=VALUE …]
 
-`--help` is the best of five starts. The first step is timed by the run itself (`step_seconds` of
-step 1 in metrics.jsonl, with everything before it from the process's start), once with an empty
-compilation cache and once more. Evaluation's share is that of a run at the preset's intervals,
-from its own metrics.
+`--help` is the best of five starts. A first step is that of a run of one step without evaluation,
+from the command to the end of its update, once with empty caches (PyTorch's compiler's and ours)
+and once more. It is taken apart in the same process: each part's seconds are its own, without
+those of parts within it, and what is left is `other`. The compiler's runs are counted beside them:
+several may run at once. Evaluation's share is that of a run at the preset's intervals, from its own
+metrics.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 COMMAND = [sys.executable, "-m", "pentameter"]
+PARTS = {
+    "data": ["train.start.open_dataset", "train.start.training_batches"],
+    "probe of torch.compile": ["machine.capabilities._tried"],
+    "our kernels: build": ["fused_cpu.native.build"],
+    "our kernels: check": ["fused_cpu.rehearsal._library_level"],
+    "kernels of torch.compile": ["model.compiled.Kernel.__call__"],
+    "rehearsal, for the rest": ["train.compute.rehearse"],
+    "matmuls' speed": ["train.compute.ceiling"],
+    "device, for the rest": ["train.start.choose_compute"],
+    "model, optimizer": ["train.start._build"],
+    "first step": ["parallel.engine.Engine.forward_backward", "train.loop.update_weights"],
+}
+"""A part's name → the functions, below `pentameter`, whose time it is."""
+LAST = "train.loop.update_weights"
 
 
-def seconds_of(arguments: list[str], environment: dict[str, str] | None = None) -> float:
+class Stopwatch:
+    """The seconds of parts of this process, each without those of parts within it."""
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        self.parts: dict[str, float] = {}
+        self.within: list[float] = [0.0]
+        self.total: float | None = None
+        self.compiler: list[float] = []
+
+    def measure(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, timed as `part`."""
+
+        @functools.wraps(function)
+        def timed(*arguments: Any, **named: Any) -> Any:
+            begin = time.time()
+            self.within.append(0.0)
+            try:
+                return function(*arguments, **named)
+            finally:
+                seconds = time.time() - begin
+                self.parts[part] = self.parts.get(part, 0.0) + seconds - self.within.pop()
+                self.within[-1] += seconds
+
+        return timed
+
+    def install(self, part: str, path: str) -> None:
+        """Time the function at `path` below `pentameter` as `part`."""
+        names, owner = path.split("."), None
+        for n in range(len(names) - 1, 0, -1):
+            try:
+                owner = importlib.import_module(".".join(["pentameter", *names[:n]]))
+            except ModuleNotFoundError:
+                continue
+            for name in names[n:-1]:
+                owner = getattr(owner, name)
+            break
+        timed = self.measure(part, getattr(owner, names[-1]))
+        if path != LAST:
+            setattr(owner, names[-1], timed)
+            return
+
+        def last(*arguments: Any, **named: Any) -> Any:
+            try:
+                return timed(*arguments, **named)
+            finally:
+                self.total = self.total or time.time() - self.started
+
+        setattr(owner, names[-1], last)
+
+    def count_compilers(self) -> None:
+        """Keep the seconds of each of the compiler's runs."""
+        run = subprocess.run
+
+        def counted(command: Any, *arguments: Any, **named: Any) -> Any:
+            begin = time.time()
+            try:
+                return run(command, *arguments, **named)
+            finally:
+                words = command.split() if isinstance(command, str) else list(map(str, command))
+                if any(word.endswith((".cpp", ".o", ".h", ".hpp", ".gch")) for word in words):
+                    self.compiler.append(time.time() - begin)
+
+        subprocess.run = counted  # type: ignore[assignment]
+
+
+def take_apart(started: float, arguments: list[str], report: Path) -> None:
+    """Run the command in this process, and write its parts' seconds to `report`."""
+    watch = Stopwatch(started)
+    watch.parts["python"] = time.time() - started
+    load = watch.measure("import of torch", importlib.import_module)
+    load("torch")
+    watch.measure("imports", importlib.import_module)("pentameter.train.loop")
+    for part, paths in PARTS.items():
+        for path in paths:
+            watch.install(part, path)
+    watch.count_compilers()
+    from pentameter.cli.main import main as run_command
+
+    sys.argv[1:] = arguments
+    code = run_command()
+    assert watch.total is not None, f"no step was made; exit code {code}"
+    watch.parts["other"] = watch.total - sum(watch.parts.values())
+    found = {"total": watch.total, "parts": watch.parts, "compiler": watch.compiler}
+    report.write_text(json.dumps(found))
+
+
+def seconds_of(arguments: list[str]) -> float:
     """Wall-clock seconds of one process."""
     start = time.perf_counter()
-    subprocess.run(
-        [*COMMAND, *arguments],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, **(environment or {})},
-    )
+    subprocess.run([*COMMAND, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
-def first_step_seconds(preset: str, folder: Path, name: str, cache: Path) -> float:
+def first_step(preset: str, folder: Path, name: str, also: list[str]) -> dict[str, Any]:
     """From the command to the end of step 1, by a run of one step without evaluation."""
     arguments = ["train", preset, "--run-dir", str(folder / name), "--train.steps=1"]
     arguments += ["--train.eval-interval=none", "--train.sample-interval=none"]
-    arguments += ["--train.compile=true"]
-    return seconds_of(arguments, {"TORCHINDUCTOR_CACHE_DIR": str(cache)})
+    arguments += ["--train.compile=true", *(f"--{each}" for each in also)]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "ours", "TMPDIR": "tmp"}
+    for each in caches.values():
+        (folder / each).mkdir(exist_ok=True)
+    report = folder / f"{name}.json"
+    subprocess.run(
+        [sys.executable, __file__, "--take-apart", str(time.time()), str(report), *arguments],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {key: str(folder / each) for key, each in caches.items()},
+    )
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
 
 
 def evaluation_share(metrics: Path) -> float:
@@ -53,10 +165,19 @@ def evaluation_share(metrics: Path) -> float:
     return sum(e["seconds"] for e in evaluations) / trained
 
 
+def bytes_in(folder: Path) -> int:
+    """The bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--take-apart"]:
+        started, report, *arguments = sys.argv[2:]
+        return take_apart(float(started), arguments, Path(report))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--preset", default="quickstart")
+    parser.add_argument("--also", nargs="*", default=[], help="options of train, as train.steps=1")
     parser.add_argument(
         "--metrics", type=Path, help="metrics.jsonl of a run, for evaluation's share"
     )
@@ -67,16 +188,26 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cache = folder / "cache"
-        result["first_step_cold_seconds"] = first_step_seconds(asked.preset, folder, "a", cache)
-        result["first_step_warm_seconds"] = first_step_seconds(asked.preset, folder, "b", cache)
+        for state in ("cold", "warm"):
+            found = first_step(asked.preset, folder, state, asked.also)
+            result[f"first_step_{state}_seconds"] = found["total"]
+            result[f"{state}_parts"] = found["parts"]
+            result[f"{state}_compiler_runs"] = len(found["compiler"])
+            result[f"{state}_compiler_seconds"] = sum(found["compiler"])
+        result["cache_megabytes"] = sum(
+            bytes_in(folder / each) / 1e6 for each in ("inductor", "ours", "tmp")
+        )
     if asked.metrics:
         result["evaluation_share"] = evaluation_share(asked.metrics)
     if asked.json:
         print(json.dumps(result))
-    else:
-        for name, value in result.items():
-            print(f"{name:<26} {value:.3f}")
+        return
+    for name, value in result.items():
+        if isinstance(value, dict):
+            for part, seconds in value.items():
+                print(f"    {part:<26} {seconds:.2f}")
+        else:
+            print(f"{name:<30} {value:.3f}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from pentameter.fused_cpu import (
 )
 from pentameter.fused_cpu.heads import HeadShape, heads_of, rotation_of
 from pentameter.fused_cpu.vector import attention as vector_attention
-from pentameter.fused_cpu.vector.linear import fold, sum_rows, unfold
+from pentameter.fused_cpu.vector.linear import fold, sum_rows, transpose, unfold
 
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
 
@@ -287,7 +287,7 @@ def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
         return amx_feed_forward.matmul_over_rows(left, right, transposed=g_is_wider)
     if g.dtype.itemsize == 2:
         return g.t() @ x
-    product = kernels.transpose(left) @ right
+    product = transpose(left) @ right
     return product.t().contiguous() if g_is_wider else product
 
 

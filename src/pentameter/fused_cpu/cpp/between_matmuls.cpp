@@ -1,18 +1,22 @@
 // Causal attention around its matmuls, which are PyTorch's: the linear layers' output split into
-// heads and blocks of queries, with bias and rotation; each row's softmax, with dropout; and both
-// ways back. A row's sums and numbers depend on no other row.
+// heads and blocks of queries, with bias, norm and rotation; each row's softmax, with dropout; and
+// both ways back. A row's sums and numbers depend on no other row.
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "dropout.h"
 
-// Queries, keys or values among a linear layer's outputs, in rows (batch, time): head 0's start, the
-// layer's bias, if any, and the distances between rows and between heads. Their gradients have the
-// same layout.
+// Queries, keys or values among a linear layer's outputs, in rows (batch, time): where head 0 starts,
+// and its gradient, of the same layout; the layer's bias and the weight (K) of a norm of each head, if
+// any; where the norm's gradient goes, (batch rows · heads, K); and the distances between rows and
+// between heads.
 struct Projected {
-    void* data;
-    const float* bias;
+    const void* data;
+    void* gradient;
+    const float *bias, *norm;
+    float* g_norm;
     int64_t row, head;
 };
 
@@ -25,6 +29,7 @@ struct Split {
     Projected q, k, v;
     const float *cosine, *sine;
     int64_t B, T, H, G, K, half, blocks, low;
+    float norm_eps;
 
     int64_t length() const { return T / blocks; }
 };
@@ -68,22 +73,55 @@ void write_row(T* out, const float* x, int64_t K) {
     for (int64_t k = 0; k < K; k += LANES) store(out + k, load(x + k));
 }
 
+// One head's row with its bias, and, where there is a norm, divided by its root mean square. Returns
+// what it was multiplied by.
+template <class T>
+float scaled_row(float* x, const Split& job, const Projected& part, const T* in, int64_t head) {
+    Floats squares{};
+    for (int64_t k = 0; k < job.K; k += LANES) {
+        Floats value = load(in + k);
+        if (part.bias) value += load(part.bias + head * part.head + k);
+        store(x + k, value);
+        squares += value * value;
+    }
+    if (!part.norm) return 1;
+    const float scale = 1 / std::sqrt(sum_of(squares) / float(job.K) + job.norm_eps);
+    for (int64_t k = 0; k < job.K; k += LANES) store(x + k, load(x + k) * scale);
+    return scale;
+}
+
 // One head's row at time t, as the matmuls read it.
 template <class T>
 void read_row(T* out, const Split& job, const Projected& part, bool turns, int64_t b, int64_t t,
               int64_t head) {
     const T* in = (const T*)part.data + (b * job.T + t) * part.row + head * part.head;
-    if (!part.bias && !turns) {
+    if (!part.bias && !part.norm && !turns) {
         std::memcpy(out, in, job.K * sizeof(T));
         return;
     }
     float x[MOST_CHANNELS];
-    for (int64_t k = 0; k < job.K; k += LANES) {
-        const Floats value = load(in + k);
-        store(x + k, part.bias ? value + load(part.bias + head * part.head + k) : value);
-    }
+    scaled_row(x, job, part, in, head);
+    for (int64_t k = 0; part.norm && k < job.K; k += LANES)
+        store(x + k, load(x + k) * load(part.norm + k));
     if (turns) rotate(x, job.cosine + t * job.half, job.sine + t * job.half, job.half, 1);
     write_row(out, x, job.K);
+}
+
+// Replaces the gradient g of a head's row, after the norm, by that before it; adds to the norm's.
+template <class T>
+void norm_gradient(float* g, float* g_norm, const Split& job, const Projected& part, const T* in,
+                   int64_t head) {
+    float x[MOST_CHANNELS];
+    const float scale = scaled_row(x, job, part, in, head);
+    Floats sum{};
+    for (int64_t k = 0; k < job.K; k += LANES) {
+        const Floats along = load(g + k) * load(x + k);
+        store(g_norm + k, load(g_norm + k) + along);
+        sum += along * load(part.norm + k);
+    }
+    const float mean = sum_of(sum) / float(job.K);
+    for (int64_t k = 0; k < job.K; k += LANES)
+        store(g + k, (load(g + k) * load(part.norm + k) - load(x + k) * mean) * scale);
 }
 
 template <class T>
@@ -121,7 +159,8 @@ template <class T>
 void join_row(const Split& job, const Projected& part, void** blocks, int64_t first_block,
               bool turns, bool are_queries, int64_t b, int64_t t, int64_t head) {
     const int64_t K = job.K, length = job.length();
-    T* out = (T*)part.data + (b * job.T + t) * part.row + head * part.head;
+    const int64_t place = (b * job.T + t) * part.row + head * part.head;
+    T* out = (T*)part.gradient + place;
     float x[MOST_CHANNELS];
     const auto row = [&](int64_t block) {
         if (are_queries) return (T*)blocks[block] + ((b * job.H + head) * length + t % length) * K;
@@ -134,8 +173,12 @@ void join_row(const Split& job, const Projected& part, void** blocks, int64_t fi
         store(out + k, sum);
         store(x + k, load(out + k));
     }
-    if (!turns) return;
-    rotate(x, job.cosine + t * job.half, job.sine + t * job.half, job.half, -1);
+    if (!turns && !part.norm) return;
+    if (turns) rotate(x, job.cosine + t * job.half, job.sine + t * job.half, job.half, -1);
+    if (part.norm) {
+        float* g_norm = part.g_norm + (b * (are_queries ? job.H : job.G) + head) * K;
+        norm_gradient(x, g_norm, job, part, (const T*)part.data + place, head);
+    }
     write_row(out, x, K);
 }
 
@@ -279,7 +322,8 @@ void pentameter_split_heads(const Split* job, void** queries, void** keys, void*
     (job->low ? split<bf16> : split<float>)(*job, queries, keys, values);
 }
 
-// Writes the gradients of the linear layers' output, from those of `pentameter_split_heads`'.
+// Writes the gradients of the linear layers' output, from those of `pentameter_split_heads`', and
+// adds to those of norms.
 void pentameter_join_heads(const Split* job, void** queries, void** keys, void** values) {
     (job->low ? join<bf16> : join<float>)(*job, queries, keys, values);
 }

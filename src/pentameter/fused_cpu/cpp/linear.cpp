@@ -1,7 +1,8 @@
 // What linear layers need beside their matmuls: weights with a norm's weight folded in, the way back
-// for their gradients, and sums over rows.
+// for their gradients, sums over rows, and transposed copies.
 
 #include <algorithm>
+#include <cstring>
 
 #include "vectors.h"
 
@@ -24,6 +25,8 @@ struct Rows {
 };
 
 namespace {
+
+constexpr int64_t EDGE = 16;  // of a block that is transposed: one line of a cache
 
 template <class T>
 void fold_row(const Fold job, T* out, const float* weight) {
@@ -73,9 +76,29 @@ void sum_rows(const Rows& job, float* sums, const T* x) {
     }
 }
 
+// Writes `n_columns` of x, from column c on, as rows `stride` numbers apart.
+void transpose_columns(float* out, const float* x, int64_t M, int64_t n, int64_t stride, int64_t c,
+                       int64_t n_columns) {
+    float block[EDGE][EDGE];
+    for (int64_t r = 0; r < M; r += EDGE) {
+        const int64_t n_rows = std::min(EDGE, M - r);
+        for (int64_t i = 0; i < n_rows; i++)
+            for (int64_t j = 0; j < n_columns; j++) block[j][i] = x[(r + i) * n + c + j];
+        for (int64_t j = 0; j < n_columns; j++)
+            std::memcpy(out + (c + j) * stride + r, block[j], n_rows * sizeof(float));
+    }
+}
+
 }  // namespace
 
 extern "C" {
+
+// Writes x (M, n), transposed, into rows that are `stride` numbers apart.
+void pentameter_transpose(float* out, const float* x, int64_t M, int64_t n, int64_t stride) {
+#pragma omp parallel for schedule(static)
+    for (int64_t c = 0; c < n; c += EDGE)
+        transpose_columns(out, x, M, n, stride, c, std::min(EDGE, n - c));
+}
 
 // Writes a layer's rows of `out` (experts, N, k): its weight times the scale.
 void pentameter_fold(const Fold* job, void* out, const float* weight) {

@@ -6,8 +6,7 @@
 #include "vectors.h"
 
 // Arguments from the host, with the same fields as `_Loss` in vector/loss.py. The logits (M, V) are
-// bf16 if `low`, else fp32; V is a multiple of 16, and columns from `vocabulary` on have no
-// probability. `bias` (V) may be null; its gradient is summed over `rows` rows at a time. A target
+// bf16 if `low`, else fp32; columns from `vocabulary` on have no probability. `bias` (V) may be null; its gradient is summed over `rows` rows at a time. A target
 // below 0 does not count.
 struct Loss {
     const float* bias;
@@ -17,11 +16,28 @@ struct Loss {
 
 namespace {
 
+// The first `n` numbers of a vector, or all if there are more; the others are 0.
+template <class T>
+Floats load_first(const T* from, int64_t n) {
+    if (n >= LANES) return load(from);
+    T numbers[LANES] = {};
+    std::memcpy(numbers, from, n * sizeof(T));
+    return load(numbers);
+}
+
+template <class T>
+void store_first(T* to, Floats x, int64_t n) {
+    if (n >= LANES) return store(to, x);
+    T numbers[LANES];
+    store(numbers, x);
+    std::memcpy(to, numbers, n * sizeof(T));
+}
+
 // Logits from column c on, -∞ where there is no token.
 template <class T>
 Floats biased(const Loss& job, const T* logits, int64_t c) {
-    Floats x = load(logits + c);
-    if (job.bias) x += load(job.bias + c);
+    Floats x = load_first(logits + c, job.V - c);
+    if (job.bias) x += load_first(job.bias + c, job.V - c);
     const Ints left = Ints{} + int32_t(job.vocabulary - c);
     return c + LANES <= job.vocabulary ? x : lane_numbers() < left ? x : all(-__builtin_inff());
 }
@@ -59,8 +75,8 @@ void backward_row(const Loss job, int64_t row, T* g_logits, float* g_bias, float
         Floats p = exponential(biased(job, logits, c) - kept[0]) * kept[1];
         if (target >= c && target < c + LANES) p[target - c] -= 1.0f;
         p *= factor;
-        if (job.bias) store(g_bias + c, load(g_bias + c) + p);
-        store(g_logits + c, p);
+        if (job.bias) store_first(g_bias + c, load_first(g_bias + c, job.V - c) + p, job.V - c);
+        store_first(g_logits + c, p, job.V - c);
     }
 }
 

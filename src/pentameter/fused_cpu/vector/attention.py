@@ -23,9 +23,9 @@ MOST_CHANNELS = 256
 
 class _Projected(Struct):
     """ctypes form of the C++ struct `Projected` in cpp/between_matmuls.cpp: where queries, keys or
-    values lie, and their bias."""
+    values and their gradients lie, and what is to be applied to them."""
 
-    _fields_ = fields("data bias", int64="row head")
+    _fields_ = fields("data gradient bias norm g_norm", int64="row head")
 
 
 class _Split(Struct):
@@ -34,7 +34,7 @@ class _Split(Struct):
 
     _fields_ = (
         *((name, _Projected) for name in ("q", "k", "v")),
-        *fields("cosine sine", int64="B T H G K half blocks low"),
+        *fields("cosine sine", int64="B T H G K half blocks low", float32="norm_eps"),
     )
 
 
@@ -48,15 +48,18 @@ class _Softmax(Struct):
 
 
 def can_attend(heads: Heads, shape: HeadShape, n_blocks: int) -> bool:
-    """Return whether the vector library is loaded and takes these heads: biases and rotation in
-    fp32, no norms, head size and query blocks divisible by CHANNELS, and dropout that numbers the
-    weights of a batch row in one block."""
+    """Return whether the vector library is loaded and takes these heads: biases, rotation and norms
+    in fp32, norms that act on each head by itself, rows that lie one after another, head
+    size and query blocks divisible by CHANNELS, and dropout that numbers the weights of a batch row
+    in one block."""
     T, K = heads.q.data.shape[1], shape.head_size
-    high = [part.bias for part in (heads.q, heads.k, heads.v)] + list(heads.rotation or ())
+    parts = (heads.q, heads.k, heads.v)
+    high = [x for part in parts for x in part[1:]] + list(heads.rotation or ())
     return (
         serves("vector", torch.float32, heads.q.data.dtype)
         and all(x is None or x.dtype is torch.float32 for x in high)
-        and heads.q.norm is None
+        and all(part.norm is None or part.norm.dim() == 1 for part in parts)
+        and heads.q.data.stride(1) == (shape.n_heads + 2 * shape.n_kv_heads) * K
         and K % CHANNELS == 0
         and K <= MOST_CHANNELS
         and T % (n_blocks * CHANNELS) == 0
@@ -68,14 +71,17 @@ def split_heads(
     heads: Heads, n_blocks: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return one tensor per query block three times: its queries (N, Q, K), and the keys and the
-    values (M, S, K) that it can see, with bias and rotation applied."""
+    values (M, S, K) that it can see, with bias, norm and rotation applied."""
     (B, T, H, K), G = heads.q.data.shape, heads.k.data.shape[2]
     ends = [T // n_blocks * (i + 1) for i in range(n_blocks)]
     new = heads.q.data.new_empty
     queries = tuple(new(B * H, T // n_blocks, K) for _ in ends)
     keys, values = (tuple(new(B * G, end, K) for end in ends) for _ in range(2))
-    parts = [(part.data, part.bias) for part in (heads.q, heads.k, heads.v)]
-    job = _split(parts, heads.rotation, n_blocks)
+    parts = [
+        _Projected(part.data, None, part.bias, part.norm, None, *part.data.stride()[1:3])
+        for part in (heads.q, heads.k, heads.v)
+    ]
+    job = _split(parts, (B, T, H, G, K), heads.rotation, n_blocks, heads.q.data.dtype, heads.eps)
     call("vector", "split_heads", job, queries, keys, values)
     return queries, keys, values
 
@@ -88,33 +94,39 @@ def join_heads(
     rotation: Rotation | None,
     normed: Heads | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradient for the projection (B, T, width), before bias and rotation, and twice
-    None. q_blocks, k_blocks, v_blocks: gradients for `split_heads`' three lists. rotation: the
-    forward pass's. normed: None, as there are no norms."""
-    assert normed is None
-    T, width = k_blocks[-1].shape[1], (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_size
-    joined = q_blocks[0].new_empty(len(q_blocks[0]) // shape.n_heads, T, width)
-    parts = [(part, None) for part in shape.split(joined)]
+    """Return the gradients for the projection (B, T, width), before bias, norm and rotation, and
+    for the query norm's and the key norm's weights, (K,) each, or None. q_blocks, k_blocks,
+    v_blocks: gradients for `split_heads`' three lists. rotation: the forward pass's. normed: the
+    forward pass's heads if they have norms."""
+    H, G, K = shape[:3]
+    B, T, dtype = len(q_blocks[0]) // H, k_blocks[-1].shape[1], q_blocks[0].dtype
+    joined = q_blocks[0].new_empty(B, T, (H + 2 * G) * K)
+    g_norms = [None if normed is None else joined.new_zeros(B * n, K).float() for n in (H, G)]
+    given = (None, None, None) if normed is None else (normed.q, normed.k, None)
+    parts = []
+    for part, g, g_norm in zip(given, shape.split(joined), (*g_norms, None), strict=True):
+        data, bias, norm = (None, None, None) if part is None else part
+        parts.append(_Projected(data, g, bias, norm, g_norm, *g.stride()[1:3]))
+    job = _split(parts, (B, T, H, G, K), rotation, len(q_blocks), dtype, shape.norm_eps)
     blocks = [tuple(x.contiguous() for x in each) for each in (q_blocks, k_blocks, v_blocks)]
-    call("vector", "join_heads", _split(parts, rotation, len(q_blocks)), *blocks)
-    return joined, None, None
+    call("vector", "join_heads", job, *blocks)
+    g_q_norm, g_k_norm = (None if g is None else g.sum(0) for g in g_norms)
+    return joined, g_q_norm, g_k_norm
 
 
 def _split(
-    parts: Sequence[tuple[Tensor, Tensor | None]], rotation: Rotation | None, n_blocks: int
+    parts: Sequence[_Projected],
+    sizes: tuple[int, ...],
+    rotation: Rotation | None,
+    n_blocks: int,
+    dtype: torch.dtype,
+    eps: float,
 ) -> _Split:
-    """Return the C++ call's arguments for queries (B, T, H, K), keys and values (B, T, G, K), each
-    with its bias (H, K) or None. It holds addresses only."""
-    q, k = parts[0][0], parts[1][0]
-    B, T, H, K = q.shape
-    projected = [
-        _Projected(data, bias, data.stride(1 if T > 1 else 0), data.stride(2))
-        for data, bias in parts
-    ]
+    """Return the C++ call's arguments for queries, keys and values of `sizes` B, T, H, G and K, in
+    `n_blocks` blocks of queries. It holds addresses only."""
     angles = (None, None) if rotation is None else rotation
     half = 0 if rotation is None else rotation.cosine.shape[1]
-    sizes = (B, T, H, k.shape[2], K, half, n_blocks, q.dtype is torch.bfloat16)
-    return _Split(*projected, *angles, *sizes)
+    return _Split(*parts, *angles, *sizes, half, n_blocks, dtype is torch.bfloat16, eps)
 
 
 def softmax_forward(
@@ -181,6 +193,6 @@ def split_gradient(
 def _merged(block: Tensor, n_blocks: int, n_heads: int) -> _Split:
     """Return the C++ call's arguments for `n_blocks` blocks of outputs like this one, (N, Q, K)."""
     N, Q, K = block.shape
-    nothing = _Projected(None, None, 0, 0)
-    sizes = (N // n_heads, Q * n_blocks, n_heads, n_heads, K, 0, n_blocks)
-    return _Split(nothing, nothing, nothing, None, None, *sizes, block.dtype is torch.bfloat16)
+    nothing = [_Projected(None, None, None, None, None, 0, 0)] * 3
+    sizes = N // n_heads, Q * n_blocks, n_heads, n_heads, K
+    return _split(nothing, sizes, None, n_blocks, block.dtype, 0.0)

@@ -1,6 +1,7 @@
 """What linear layers need beside their matmuls, by the C++ kernels in `cpp/linear.cpp`, or where
 these do not take a tensor by those of `torch.compile` (`fused_cpu/kernels.py`): weights with a
-norm's weight folded in, the way back for their gradients, and sums over rows."""
+norm's weight folded in, the way back for their gradients, sums over rows, and transposed
+copies."""
 
 from __future__ import annotations
 
@@ -66,6 +67,17 @@ def sum_rows(x: Tensor) -> Tensor:
     sums = x.new_empty(-(-job.M // job.rows), D, dtype=torch.float32)
     call("vector", "sum_rows", job, sums, x)
     return sums.sum(0)
+
+
+def transpose(x: Tensor) -> Tensor:
+    """Return a copy (n, M) with x (M, n) transposed, its rows padded in memory, as
+    `kernels.transpose` does."""
+    if not serves("vector", x.dtype, torch.float32) or not x.is_contiguous():
+        return kernels.transpose(x)
+    M, n = x.shape
+    padded = x.new_empty(n, M + kernels.PADDING)
+    call("vector", "transpose", padded, x, M, n, M + kernels.PADDING)
+    return padded[:, :M]
 
 
 def _can_fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> bool:

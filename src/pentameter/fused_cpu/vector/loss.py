@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
+from pentameter.fused_cpu.native import Struct, call, fields, serves
 from pentameter.fused_cpu.vector.linear import ROWS_PER_SUM
 from pentameter.model.loss import compiled_row_loss
 
@@ -26,10 +26,10 @@ class _Loss(Struct):
 
 def can_compute(logits: Tensor, bias: Tensor | None, softcap: float | None) -> bool:
     """Return whether the vector library is loaded and takes these logits (…, V), contiguous in fp32
-    or bf16 with V divisible by CHANNELS, the bias (V,) in fp32 or None, and no softcap."""
+    or bf16, the bias (V,) in fp32 or None, and no softcap."""
     parameters = torch.float32 if bias is None else bias.dtype
-    fits = logits.shape[-1] % CHANNELS == 0 and logits.is_contiguous()
-    return softcap is None and fits and serves("vector", parameters, logits.dtype)
+    given = logits.is_contiguous() and (bias is None or bias.is_contiguous())
+    return softcap is None and given and serves("vector", parameters, logits.dtype)
 
 
 class BiasedLoss(Function):
