@@ -63,7 +63,7 @@ def introduction(run: TrainingRun) -> list[str]:
     start = config.schedule.start_step
     if start:
         lines.append(f"extend  the schedule begins anew at step {start}, up to step {plan.steps}")
-    if compute.compiled:
+    if compute.compiled and not compute.native_kernels:  # which are built by now
         first = "the first step compiles"
         if begins_with_evaluation(run):
             first = "the first evaluation and the first step compile"
