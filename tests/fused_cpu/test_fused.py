@@ -5,11 +5,15 @@ kernels as they are written, and one that has all of them with compiled ones; th
 compiles each.
 """
 
+import contextlib
+
 import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
+from pentameter.fused_cpu import kernels as kernels_module
 from pentameter.fused_cpu.step import fused_loss_sum
+from pentameter.model.compiled import plainly
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
 from pentameter.model.loss import loss_sum
@@ -179,14 +183,47 @@ def test_a_large_vocabularys_loss_comes_by_chunks(monkeypatch, kernels, variant)
     assert_fused_equals_plain(ModelConfig(**{**BASE, **VARIANTS[variant]}), 12)
 
 
+@pytest.mark.parametrize("variant", ["nanogpt", "qwen", "experts"])
+def test_micro_batches_share_what_is_folded_of_the_weights(monkeypatch, variant):
+    config = ModelConfig(**{**BASE, **VARIANTS[variant]})
+    tokens, targets = batch()
+    keys = dropout_keys(config, 3, 5, range(len(tokens)))
+    stack, stacked = kernels_module._stacked, []
+    monkeypatch.setattr(
+        kernels_module, "_stacked", lambda *given: stacked.append(given) or stack(*given)
+    )
+    gradients, counts = [], []
+    for context in (contextlib.nullcontext(), kernels_module.folding_once()):
+        model = randomised(config, torch.float32)
+        with plainly(), context:
+            for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+                given = tokens[rows], targets[rows], keys[rows]
+                fused_loss_sum(model, *given, torch.bfloat16).backward()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+        counts.append(len(stacked))
+        stacked.clear()
+    assert counts == [3 * counts[1], counts[1]]
+    assert counts[1] > 0
+    for anew, kept in zip(*gradients, strict=True):
+        assert torch.equal(anew, kept)
+
+
+def test_weights_are_folded_again_after_the_step():
+    weight = torch.ones(2, 3)
+    with plainly():
+        for value in (1.0, 2.0):
+            weight.fill_(value)
+            with kernels_module.folding_once():
+                low = kernels_module.fold((weight,), None, torch.bfloat16)
+            assert torch.equal(low, weight.bfloat16())
+
+
 @pytest.mark.slow
 def test_many_shapes_in_one_process():
     """PyTorch gives up on a function after eight recompilations; a sweep has more than that."""
-    from pentameter.fused_cpu import kernels
-
     for width in range(1, 13):
         x = torch.randn(4, width)
-        assert torch.equal(kernels.transpose(x), x.t())
+        assert torch.equal(kernels_module.transpose(x), x.t())
 
 
 def test_norms_after_the_sum_are_left_to_the_plain_model():

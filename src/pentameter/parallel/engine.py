@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches.step import Batch, evaluation_rows
 from pentameter.errors import ConfigError
+from pentameter.fused_cpu.kernels import folding_once
 from pentameter.machine.on_host import on_host
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.parallel import gradients
@@ -212,7 +213,7 @@ class Engine:
             # Per token, not per target: a router routes every token, masked targets or not.
             each.start_step(loss_scale / self.plan.tokens_per_step)
         self.expert_loads.start_step()
-        with self._rounded, adding_in_one_order(self.stage_modules):
+        with self._rounded, folding_once(), adding_in_one_order(self.stage_modules):
             total = self._stages.train(inputs, targets, keys, factor)
         self._reduce_gradients()
         return LossSum(self._shard.sum_losses(total), n_targets)
