@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.cli.main import main
 from pentameter.data.open_dataset import open_dataset
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.chat import CHATML_TEMPLATE
 from pentameter.generation.loop import Generation, sampled_tokens
 

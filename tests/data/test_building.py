@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, END_OF_TEXT, BpeTokenizer, train_bpe
+from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer, train_bpe
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.setting import (
     bpe_vocab_size,

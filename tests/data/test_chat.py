@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
+from pentameter.data.tokenizers.bpe import BpeTokenizer
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.chat import (
     BEGIN,
     CHATML_TEMPLATE,

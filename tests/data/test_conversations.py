@@ -12,7 +12,8 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.shards.dataset import AssistantRanges, concatenated, first_tokens, open_shards
 from pentameter.data.shards.format import find_header, header_hash
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
+from pentameter.data.tokenizers.bpe import BpeTokenizer
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.evaluate.split import evaluation_batches

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, END_OF_TEXT, BpeTokenizer
+from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.setting import gpt2_tokenizer
 from pentameter.disk.cache import known_files, public_file
 

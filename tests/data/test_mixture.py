@@ -13,7 +13,8 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.mixture import BLOCK_ROWS, Mixture, apportion
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
+from pentameter.data.tokenizers.bpe import BpeTokenizer
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.errors import ConfigError
 
 

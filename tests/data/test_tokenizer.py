@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
+from pentameter.data.tokenizers.bpe import BpeTokenizer
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.data.tokenizers.word import WordTokenizer

@@ -9,7 +9,8 @@ import torch
 from pentameter.config.schema import ModelConfig
 from pentameter.data.messages import normalized
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
+from pentameter.data.tokenizers.bpe import BpeTokenizer
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.generation.prompts import encode_messages
 from pentameter.model.gpt import GPT, build_model

@@ -25,7 +25,7 @@ from pentameter.checkpoint.programs.program_model import (
     tensors_in,
 )
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.disk.atomic import read_json

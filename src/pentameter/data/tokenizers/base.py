@@ -29,7 +29,7 @@ Mask = npt.NDArray[np.bool_]
 End = tuple[str | None, int | None]
 """The token, else the id, that ends a document; None where it is not known."""
 
-_NO_IDS: Ids = np.empty(0, dtype=np.int64)
+NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 FORMAT = "pentameter-tokenizer"
 VERSION = 1
@@ -144,7 +144,7 @@ class Tokenizer(ABC):
             texts = [unescaped(text) if is_rendered else text for text, _ in segments]
             ids = self.encode_batch(texts)
             mask = np.repeat([is_learned for _, is_learned in segments], list(map(len, ids)))
-            found.append((np.concatenate([_NO_IDS, *ids]), mask.astype(bool)))
+            found.append((np.concatenate([NO_IDS, *ids]), mask.astype(bool)))
         return found
 
     @abstractmethod
@@ -230,7 +230,7 @@ class Encoded(NamedTuple):
         if len(parts) == 1:
             return parts[0]
         offsets = np.concatenate([np.empty((0, 2), np.int64), *(part.offsets for part in parts)])
-        return cls(np.concatenate([_NO_IDS, *(part.ids for part in parts)]), offsets)
+        return cls(np.concatenate([NO_IDS, *(part.ids for part in parts)]), offsets)
 
     def learned(self, lengths: Sequence[int], are_learned: Sequence[bool]) -> Mask:
         """Return the loss mask (n_tokens,) for a text in segments. A token is True if one of its

@@ -12,13 +12,25 @@ from typing import Any, Self
 
 import numpy as np
 
-from pentameter.data.tokenizers.base import Content, Encoded, End, Ids, LibraryBacked, strings
+from pentameter.data.tokenizers.base import (
+    NO_IDS,
+    Content,
+    Encoded,
+    End,
+    Ids,
+    LibraryBacked,
+    strings,
+)
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
+from pentameter.data.tokenizers.byte_level.words import WordTable
 from pentameter.data.tokenizers.chat import ids_and_texts
 from pentameter.data.tokenizers.chunking import chunks
 from pentameter.errors import ConfigError, CorruptError, lone_surrogate, printable
 
 END_OF_TEXT = "<|endoftext|>"
 
+_WORDS_CHARACTERS = 1 << 15
+"""Minimum characters that are split into words at once."""
 _CHUNK_CHARACTERS = 2048
 """Minimum characters per chunk given to the library; its time per token grows with the length."""
 _BATCH_CHUNKS = 512
@@ -32,14 +44,6 @@ _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 
 
 _FLAGS = ("lstrip", "rstrip", "single_word")  # of added tokens, which the library alone obeys
-_VISIBLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_OTHER_BYTES = sorted({*range(256)} - {*_VISIBLE_BYTES})
-BYTE_CHARACTERS: Mapping[str, int] = MappingProxyType(
-    {chr(byte): byte for byte in _VISIBLE_BYTES}
-    | {chr(0x100 + rank): byte for rank, byte in enumerate(_OTHER_BYTES)}
-)
-"""Maps a character of GPT-2's byte alphabet to its byte, in the order of GPT-2's ids. Visible
-Latin-1 characters stand for their own bytes, characters from U+0100 on for the others."""
 
 
 class BpeTokenizer(LibraryBacked):
@@ -190,28 +194,21 @@ class BpeTokenizer(LibraryBacked):
         return library
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return each text's token ids (n_tokens,), int64, encoded on the library's threads. Raises
-        ConfigError for half a surrogate pair."""
-        return [each.ids for each in self._encoded(texts, has_offsets=False)]
-
-    def _encoded(self, texts: Sequence[str], has_offsets: bool = True) -> list[Encoded]:
+        """Return each text's token ids (n_tokens,), int64, as the library encodes it, but each
+        word once. Raises ConfigError for half a surrogate pair."""
         refuse_surrogates(texts)
-        encode = self._library.encode_batch if has_offsets else self._library.encode_batch_fast
+        return [
+            np.concatenate([NO_IDS, *map(self._table.encode, chunks(text, _WORDS_CHARACTERS))])
+            for text in texts
+        ]
 
-        def cut() -> Iterator[tuple[int, int, str]]:
-            for number, text in enumerate(texts):
-                start = 0
-                for chunk in chunks(text, _CHUNK_CHARACTERS):
-                    yield number, start, chunk
-                    start += len(chunk)
+    @cached_property
+    def _table(self) -> WordTable:
+        return WordTable(self._library, self.vocab_size)
 
-        parts: list[list[Encoded]] = [[] for _ in texts]
-        left = cut()
-        while batch := list(itertools.islice(left, _BATCH_CHUNKS)):
-            encodings = encode([chunk for _, _, chunk in batch], add_special_tokens=False)
-            for (number, start, _), encoding in zip(batch, encodings, strict=True):
-                parts[number].append(Encoded.of(encoding, start, has_offsets=has_offsets))
-        return list(map(Encoded.joined, parts))
+    def _encoded(self, texts: Sequence[str]) -> list[Encoded]:
+        refuse_surrogates(texts)
+        return _with_offsets(self._library, texts)
 
     def _encoded_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         lengths = {number: len(text) for text, number in self.special_tokens.items()}
@@ -250,6 +247,25 @@ class BpeTokenizer(LibraryBacked):
                 )
         if len(set(self.merges)) < len(self.merges):
             raise ConfigError("a merge stands more than once among the merges")
+
+
+def _with_offsets(library: Any, texts: Sequence[str]) -> list[Encoded]:
+    """Return each text's tokens by `library`, with the characters that they stand for."""
+
+    def cut() -> Iterator[tuple[int, int, str]]:
+        for number, text in enumerate(texts):
+            start = 0
+            for chunk in chunks(text, _CHUNK_CHARACTERS):
+                yield number, start, chunk
+                start += len(chunk)
+
+    parts: list[list[Encoded]] = [[] for _ in texts]
+    left = cut()
+    while batch := list(itertools.islice(left, _BATCH_CHUNKS)):
+        encodings = library.encode_batch([chunk for _, _, chunk in batch], add_special_tokens=False)
+        for (number, start, _), encoding in zip(batch, encodings, strict=True):
+            parts[number].append(Encoded.of(encoding, start))
+    return list(map(Encoded.joined, parts))
 
 
 def _joined(

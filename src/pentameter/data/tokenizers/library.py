@@ -21,7 +21,8 @@ from typing import Any, Self
 import numpy.typing as npt
 
 from pentameter.data.tokenizers.base import Content, Encoded, End, Ids, LibraryBacked
-from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, refuse_surrogates
+from pentameter.data.tokenizers.bpe import refuse_surrogates
+from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.recognizing import (
     Recognizer,
     ids_of,

@@ -1,0 +1,1 @@
+"""Byte-level BPE: words as GPT-2 splits them, each encoded once."""
