@@ -28,7 +28,7 @@ from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.machine.choices import choose_precision
-from pentameter.machine.cores_and_memory import OtherPrograms
+from pentameter.machine.load.other_programs import OtherPrograms
 from pentameter.machine.peaks import measure_matmul
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.schedule import learning_rate

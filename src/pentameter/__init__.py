@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
         from pentameter.errors import NO_WINDOWS
 
         raise ImportError(NO_WINDOWS)
-    from pentameter.machine.cores_and_memory import prepare_threads
+    from pentameter.machine.load.idle_threads import prepare_threads
 
     prepare_threads()  # what is imported now imports torch
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,11 +1,10 @@
-"""What a machine can carry, and how busy others keep it."""
+"""What a machine can carry."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,11 +12,8 @@ from pentameter.cli.main import main
 from pentameter.errors import ConfigError
 from pentameter.machine import cores_and_memory as machine_cores
 from pentameter.machine.cores_and_memory import (
-    BusyTime,
-    OtherPrograms,
     check_memory,
     check_processes,
-    choose_wait_policy,
     chosen_threads,
     cpu_quota,
     environment_of_one,
@@ -26,12 +22,9 @@ from pentameter.machine.cores_and_memory import (
     host_memory_bytes,
     memory_limit,
     n_usable_cores,
-    prepare_threads,
-    usable_cores,
 )
-from pentameter.processes.group.world import World
-
-LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
+from pentameter.machine.load import idle_threads
+from pentameter.machine.load.idle_threads import prepare_threads
 
 
 @pytest.fixture
@@ -161,7 +154,8 @@ def test_a_group_outside_of_a_containers_namespace_leaves_its_own(limited):
 @pytest.mark.parametrize(("quota", "n_cores"), [(None, 64), (0.2, 1), (1.5, 1), (8.0, 8), (99, 64)])
 def test_a_quota_counts_as_so_many_cores(monkeypatch, quota, n_cores):
     monkeypatch.setattr(machine_cores, "usable_cores", lambda: frozenset(range(64)))
-    monkeypatch.setattr(machine_cores, "cpu_quota", lambda: quota)
+    for module in (machine_cores, idle_threads):
+        monkeypatch.setattr(module, "cpu_quota", lambda: quota)
     assert n_usable_cores() == n_cores
     environ: dict[str, str] = {}
     prepare_threads(environ)
@@ -191,6 +185,7 @@ def test_a_containers_memory_counts(monkeypatch):
 def test_torch_computes_with_as_many_threads_as_a_quota_has_time_for():
     code = (
         "import pentameter.machine.cores_and_memory as cores; cores.cpu_quota = lambda: 1.9;"
+        "import pentameter.machine.load.idle_threads as idle; idle.cpu_quota = lambda: 1.9;"
         "cores.usable_cores = lambda: frozenset(range(64));"
         "import pentameter as pm; pm.load_model; import torch, torch._inductor.config as inductor;"
         "print(torch.get_num_threads(), inductor.compile_threads)"
@@ -208,124 +203,3 @@ def test_the_command_starts_none_of_them(monkeypatch, capsys, arguments):
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
     assert main(["train", "quickstart", *arguments]) == 2
     assert "start at most" in capsys.readouterr().err
-
-
-@LINUX_ONLY
-def test_another_program_is_noticed_and_this_one_is_not():
-    others = OtherPrograms()
-    end = time.monotonic() + 0.5
-    while time.monotonic() < end:  # this process is busy, which is no other program
-        pass
-    alone = others.cores(World().all_gather)
-    others = OtherPrograms()
-    before = os.times()
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        time.sleep(1.0)
-        beside = others.cores(World().all_gather)
-        assert os.times()[0] - before[0] < 0.5  # which its own seconds did not hide
-    finally:
-        busy.kill()
-        busy.wait()
-    assert 0 <= alone < len(usable_cores())
-    assert beside > 0.2
-    assert beside <= len(usable_cores()) + 0.1
-
-
-@pytest.mark.parametrize("own_cores", [[{0}, {1}], [{0, 1}, {0, 1}]], ids=["bound", "common"])
-def test_ranks_see_one_load_whichever_cores_they_may_use(monkeypatch, own_cores):
-    """Each core is busy for 8 of 10 s, each rank computes for 5 s of them."""
-    now = [0.0]
-    monkeypatch.setattr(machine_cores.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(machine_cores, "_busy_seconds", lambda cores: 0.8 * now[0] * len(cores))
-    monkeypatch.setattr(machine_cores, "_process_seconds", lambda: 0.5 * now[0])
-    ranks = []
-    for cores in map(frozenset, own_cores):
-        monkeypatch.setattr(machine_cores, "usable_cores", lambda cores=cores: cores)
-        ranks.append(OtherPrograms())
-    now[0] = 10.0
-    sent: list[object] = []
-    for rank in ranks:
-        rank.cores(lambda value: sent.append(value) or [value])
-    assert [rank.cores(lambda value: sent) for rank in ranks] == pytest.approx([0.6, 0.6])
-
-
-def test_a_busy_machine_is_told(monkeypatch):
-    others = OtherPrograms()
-    monkeypatch.setattr(others, "cores", lambda world: 1.25)
-    warning = str(others.warning(World().all_gather))
-    assert warning.startswith("other programs keep 1.2 of this machine's ")
-    monkeypatch.setattr(others, "cores", lambda world: 0.1)
-    assert others.warning(World().all_gather) is None
-
-
-def test_a_system_that_does_not_say_is_taken_for_idle(monkeypatch):
-    monkeypatch.setattr(machine_cores, "_busy_seconds", lambda cores: 0.0)
-    assert OtherPrograms().cores(World().all_gather) == 0.0
-
-
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_how_threads_wait_is_the_users_choice(name):
-    chosen = {name: "7"}
-    choose_wait_policy(chosen)
-    assert chosen == {name: "7"}
-
-
-@pytest.mark.parametrize(("busy_cores", "policy"), [(0.0, "quiet"), (0.6, "quiet"), (0.9, "busy")])
-def test_threads_sleep_where_others_keep_most_cores_busy(monkeypatch, busy_cores, policy):
-    now = iter([10.0, 12.0])
-    used = iter([100.0, 100.0 + 2.0 * busy_cores * len(usable_cores())])
-    monkeypatch.setattr(machine_cores.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(machine_cores, "_busy_seconds", lambda cores: next(used))
-    chosen: dict[str, str] = {}
-    choose_wait_policy(chosen)
-    assert chosen == machine_cores.WAIT_POLICIES[policy]
-
-
-def test_how_threads_wait_is_chosen_before_torch_is_loaded():
-    """The runtime reads its variables once, when torch loads it."""
-    code = (
-        "import os, sys, pentameter as pm; assert 'torch' not in sys.modules;"
-        "pm.Trainer; print('torch' in sys.modules,"
-        "{'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & set(os.environ))"
-    )
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept
-    )
-    assert done.stdout in ("True {'GOMP_SPINCOUNT'}\n", "True {'OMP_WAIT_POLICY'}\n")
-
-
-def spin(seconds):
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
-
-
-@pytest.fixture
-def busy():
-    clock = BusyTime()
-    yield clock
-    clock.close()
-
-
-def test_sleeping_is_not_busy(busy):
-    start, began = busy.seconds(), time.perf_counter()
-    time.sleep(0.2)
-    took = busy.seconds() - start
-    assert took < time.perf_counter() - began - 0.19
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a stolen core")
-def test_computing_is_busy_also_while_another_program_has_the_core(busy):
-    start, began = busy.seconds(), time.perf_counter()
-    spin(0.1)
-    assert busy.seconds() - start == pytest.approx(time.perf_counter() - began, rel=0.2)
-
-
-def test_a_closed_clock_counts_the_time_on_a_core():
-    clock = BusyTime()
-    clock.close()
-    start = clock.seconds()
-    spin(0.05)
-    assert clock.seconds() > start

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from pentameter.machine.cores_and_memory import OtherPrograms
 from pentameter.machine.fastest_matmul import Ceiling, ceiling
+from pentameter.machine.load.other_programs import OtherPrograms
 
 CPU = torch.device("cpu")
 

@@ -22,6 +22,7 @@ from pentameter.cli.options.arguments import (
 from pentameter.config.choices import Precision
 from pentameter.config.files.overrides import parse_overrides
 from pentameter.errors import ConfigError, CorruptError, PentameterError, missing_package
+from pentameter.machine.load.idle_threads import IdleThreads
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.folders.load_model import LoadedModel
@@ -75,12 +76,13 @@ def run(arguments: list[str]) -> int:
     parsed, overrides = parse_arguments(EvalArguments, arguments, verb="eval")
     check_least(parsed, batch_size=1, num_fewshot=0, limit=1)
     _check_tasks(parsed, overrides)
-    if parsed.tasks is not None:
-        values, line = _tasks(parsed, parsed.tasks)
-    elif parsed.multiple_choice is not None:
-        values, line = _multiple_choice(parsed, parsed.multiple_choice, overrides)
-    else:
-        values, line = _split(parsed, overrides)
+    with IdleThreads():
+        if parsed.tasks is not None:
+            values, line = _tasks(parsed, parsed.tasks)
+        elif parsed.multiple_choice is not None:
+            values, line = _multiple_choice(parsed, parsed.multiple_choice, overrides)
+        else:
+            values, line = _split(parsed, overrides)
     from pentameter.record.events import strict
 
     print(json.dumps(strict(values)) if parsed.json else line)

@@ -19,6 +19,7 @@ import tyro
 from pentameter.cli.options.arguments import device_for_verb, load_for_verb, parse, print_tables
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError, remark
+from pentameter.machine.load.idle_threads import IdleThreads
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,7 +111,8 @@ def run(arguments: list[str]) -> int:
         return 0
     ends = ends_of_answers(loaded.tokenizer) if asked.chat else frozenset[int]()
     if _is_loop(asked):
-        _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat, system=asked.system)
+        with IdleThreads():
+            _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat, system=asked.system)
         return 0
     tokenizer = loaded.tokenizer
     ids = (
@@ -119,11 +121,12 @@ def run(arguments: list[str]) -> int:
         else encode_prompt(tokenizer, prompt)
     )
     continues = bool(prompt) and not asked.chat
-    steps, samples = _sampled(loaded, ids, settings, ends, continues=continues)
-    if asked.json:
-        _print_json(steps, samples, prompt)
-    else:
-        _print_text(steps, samples, "" if asked.chat else prompt)
+    with IdleThreads():
+        steps, samples = _sampled(loaded, ids, settings, ends, continues=continues)
+        if asked.json:
+            _print_json(steps, samples, prompt)
+        else:
+            _print_text(steps, samples, "" if asked.chat else prompt)
     return 0
 
 

@@ -13,6 +13,7 @@ import tyro
 from pentameter.cli.options.arguments import check_least, device_for_verb, load_for_verb, parse
 from pentameter.errors import ConfigError, missing_package, remark
 from pentameter.machine.address import LOOPBACK, api_key_of, bind, check_origin
+from pentameter.machine.load.idle_threads import IdleThreads
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def run(arguments: list[str]) -> int:
         check_origin(origin)
     limits = Limits(asked.max_tokens, asked.max_seconds, asked.max_bytes)
     device = device_for_verb(asked.device)
-    with bind(asked.host, asked.port) as bound:  # refused before models are loaded
+    # The port is refused before models are loaded.
+    with bind(asked.host, asked.port) as bound, IdleThreads():
         if asked.host not in LOOPBACK and api_key is None:
             remark(f"--host {asked.host} lets other machines ask; --api-key KEY has them give one")
         if "*" in asked.cors_origin and api_key is None:

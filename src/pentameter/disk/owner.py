@@ -83,6 +83,12 @@ def process_start(pid: int) -> int | None:
     return None if not fields else -1 if fields[0] in "ZX" else int(fields[19])
 
 
+def processor_seconds(pid: int) -> float:
+    """Return the CPU seconds that a process and its ended children have used; 0 if the system does
+    not say, or the process is gone."""
+    return sum(map(int, _about(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 def is_stopped(pid: int) -> bool:
     """Return True if a process is suspended by a signal such as SIGSTOP; False if there is no
     /proc."""

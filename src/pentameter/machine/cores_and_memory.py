@@ -1,16 +1,13 @@
 """This machine's cores and memory, or what a container has of them: how many processes and threads
-they carry, the load from other programs, and how long a thread computes."""
+they carry."""
 
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from pentameter.disk import macos
 from pentameter.disk.owner import process_start
@@ -23,19 +20,11 @@ fast."""
 INTERPRETER_BYTES = 300_000_000
 """A process's memory in bytes before it has a model: Python, torch, and the training code."""
 
-_QUOTA_THREADS = "PENTAMETER_QUOTA_THREADS"
+QUOTA_THREADS = "PENTAMETER_QUOTA_THREADS"
 """Environment variable in which `prepare_threads` notes the OMP_NUM_THREADS that it set for a CPU
 quota, to tell it from a user's."""
 
-Collect = Callable[[Any], list[Any]]
-"""Type of an all-gather: maps this process's value to the list of all processes' values, ordered by
-rank. Collective."""
-
 _LOOK = "--dry-run shows what each process would hold, and starts none"
-
-BUSY_CORES = 0.5
-"""Number of cores that other programs must keep busy for a warning; fewer are an idle machine's
-noise."""
 
 
 def usable_cores() -> frozenset[int]:
@@ -121,7 +110,7 @@ def chosen_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     machine's cores idle, so under torchrun a 1 counts as unset.
     """
     text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if not text.isdecimal() or int(text) == 0 or text == environ.get(_QUOTA_THREADS):
+    if not text.isdecimal() or int(text) == 0 or text == environ.get(QUOTA_THREADS):
         return None
     return None if text == "1" and "TORCHELASTIC_RUN_ID" in environ else int(text)
 
@@ -197,85 +186,10 @@ def host_memory_bytes() -> int | None:
     return total if limit is None else min(total, limit)
 
 
-WAIT_POLICIES = {
-    "quiet": {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "3"},
-    "busy": {"OMP_WAIT_POLICY": "PASSIVE"},
-}
-"""Load of the machine (`quiet` or `busy`) → OpenMP environment variables that say how long an idle
-thread spins before it sleeps. On a quiet machine that is 3 ms: GNU's OpenMP counts turns of some
-140 cycles, Intel's milliseconds. On a busy one, passive threads sleep at once."""
-
-_BUSY_SHARE = 0.75  # of the cores' time: below it a core is left for the thread that is waited for
-_LOOK_SECONDS = 0.05
-
-
 def has_gpu_file(devices: Path = Path("/dev")) -> bool:
     """Return whether there is a GPU's device file under `devices`: NVIDIA's (a container may have
     any but the first), AMD's, or the one that WSL passes on."""
     return any(next(devices.glob(name), None) for name in ("nvidia[0-9]*", "kfd", "dxg"))
-
-
-def prepare_threads(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables in `environ` that say how many threads compute and how they wait, unless
-    the user set them. Call it before importing torch, which reads them once."""
-    if cpu_quota() is not None and chosen_threads(environ) is None:
-        # A thread more than the quota has time for halts all of them, again and again.
-        n_threads = str(n_usable_cores())
-        environ.update({"OMP_NUM_THREADS": n_threads, _QUOTA_THREADS: n_threads})
-        environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", n_threads)
-    choose_wait_policy(environ)
-
-
-def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the OpenMP variables in `environ` that say how idle threads wait, by the machine's load
-    now: spin on a quiet one, sleep on a busy one. Nothing changes if the user set one.
-
-    Sleeping threads turn every short wait inside a step into a kernel call, which costs a quarter
-    to a third of a step; spinning threads hold the core that the awaited thread needs if other
-    programs have the rest, which costs three quarters. Workers inherit their launcher's choice.
-    benchmarks/measurements/cpu-threads.md has the figures.
-    """
-    if environ.keys() & {"OMP_WAIT_POLICY", *WAIT_POLICIES["quiet"]}:
-        return
-    cores = usable_cores()
-    before, start = _busy_seconds(cores), time.monotonic()
-    time.sleep(_LOOK_SECONDS)
-    busy = (_busy_seconds(cores) - before) / (time.monotonic() - start)
-    environ.update(WAIT_POLICIES["busy" if busy > _BUSY_SHARE * len(cores) else "quiet"])
-
-
-class OtherPrograms:
-    """Measures how much other programs load the cores that this run's processes use, averaged since
-    this object was made."""
-
-    def __init__(self) -> None:
-        self._cores = usable_cores()
-        self._start = _busy_seconds(self._cores), _process_seconds(), time.monotonic()
-
-    def cores(self, collect: Collect) -> float:
-        """Return how many cores programs outside this run kept busy on this machine, on average
-        since construction. collect: all-gather over the run's ranks (`World.all_gather`).
-        Collective."""
-        busy, used, now = _busy_seconds(self._cores), _process_seconds(), time.monotonic()
-        node = platform.node()
-        mine = node, self._cores, busy - self._start[0], used - self._start[1]
-        here = [each[1:] for each in collect(mine) if each[0] == node]
-        # Ranks may have cores of their own.
-        busy_on = {cores: seconds for cores, seconds, _ in here}
-        used_by_run = sum(seconds for *_, seconds in here)
-        return max(0.0, sum(busy_on.values()) - used_by_run) / max(now - self._start[2], 1e-3)
-
-    def warning(self, collect: Collect) -> str | None:
-        """Return a sentence for people if other programs keep BUSY_CORES or more busy. None if they
-        do not, and under a container's CPU quota. collect: all-gather over the run's ranks
-        (`World.all_gather`). Collective."""
-        cores, n = self.cores(collect), len(self._cores)
-        if cores < BUSY_CORES or cpu_quota() is not None:
-            return None
-        return (
-            f"other programs keep {min(cores, n):.1f} of this machine's {n} cores busy; steps will "
-            "take longer than they need to"
-        )
 
 
 def seconds_running() -> float:
@@ -284,54 +198,3 @@ def seconds_running() -> float:
     if ticks is None:
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def _process_seconds() -> float:
-    """Return the CPU seconds that this process and its ended children have used."""
-    return sum(os.times()[:4])
-
-
-def _busy_seconds(cores: Collection[int]) -> float:
-    """Return the CPU seconds that all programs have used on the cores with these numbers since the
-    machine started, from /proc/stat; 0 if the system does not say.
-
-    Columns in proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
-    """
-    wanted = {f"cpu{number}" for number in cores}
-    used = 0
-    try:
-        for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
-            name, *counts = line.split()
-            if name in wanted:
-                ticks = [int(count) for count in counts[:8]]
-                used += sum(ticks) - sum(ticks[3:5])  # but for idle and iowait
-        return used / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return 0.0
-
-
-class BusyTime:
-    """A clock that measures the time in which the thread that creates it works. It runs while the
-    thread computes and, on Linux, while it could compute but another program has its core; it
-    stands while the thread waits for another process, a disk or a timer. Call `close` in the
-    end."""
-
-    def __init__(self) -> None:
-        self._fd = -1
-        with suppress(OSError):  # not on Linux, or a kernel without it
-            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            self._read()
-
-    def seconds(self) -> float:
-        """Return the clock's time in seconds; only differences mean something."""
-        return time.thread_time() if self._fd < 0 else self._read()
-
-    def _read(self) -> float:
-        on_core, waiting_for_core, _ = os.pread(self._fd, 64, 0).split()
-        return 1e-9 * (int(on_core) + int(waiting_for_core))
-
-    def close(self) -> None:
-        """Close the kernel's file; the clock then counts the time on a core alone."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1

@@ -22,7 +22,7 @@ from pentameter.disk.cache import cache_folder
 from pentameter.disk.record import read_record, write_record
 from pentameter.errors import StorageError
 from pentameter.formatting import flops
-from pentameter.machine.cores_and_memory import BUSY_CORES, Collect, OtherPrograms
+from pentameter.machine.load.other_programs import BUSY_CORES, Collect, OtherPrograms
 from pentameter.machine.peaks import measure_matmul
 
 FASTEST_FLOPS = 1e17

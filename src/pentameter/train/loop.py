@@ -30,7 +30,8 @@ from pentameter.errors import (
     remark,
 )
 from pentameter.evaluate.split import perplexity
-from pentameter.machine.cores_and_memory import OtherPrograms
+from pentameter.machine.load.idle_threads import IdleThreads
+from pentameter.machine.load.other_programs import OtherPrograms
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.sources.custom_model import Build, model_source
 from pentameter.parallel.sources.model_source import ModelSource
@@ -185,7 +186,9 @@ class Trainer:
                 console.say(f"warning: {warning}")
             throughput = Throughput(run.plan, run.compute)
             stack.callback(throughput.close)
-            built_in = (Recorder(), RunLines(), PlannedPace(throughput))
+            n_threads = run.compute.n_threads if run.compute.device.type == "cpu" else 1
+            idle = stack.enter_context(IdleThreads(n_threads, run.world.all_gather))
+            built_in = (Recorder(), RunLines(idle.take_word), PlannedPace(throughput))
             called = Hooks((*built_in, *hooks))
             checkpoints.on_saved = partial(called.call, "on_checkpoint", run)
             late = reads_late(run, hooks)

@@ -93,7 +93,7 @@ def test_where_torch_is_there_already_nothing_is_said(capsys):
 )
 def test_one_process_says_it(monkeypatch, capsys, environment, speaks):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the machine's load is measured
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the environment is changed
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1234")
     for name, value in environment.items():

@@ -21,7 +21,7 @@ import tyro
 from pentameter.config.files.overrides import split_overrides
 from pentameter.config.urls import given_path
 from pentameter.errors import ConfigError, either, listed, nearest, printable, remark
-from pentameter.machine.cores_and_memory import prepare_threads
+from pentameter.machine.load.idle_threads import prepare_threads
 from pentameter.processes.group.rank import find_rank
 from pentameter.processes.standard_streams import outlived
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
 
@@ -38,9 +38,11 @@ SPARKLINE_POINTS = 48
 
 
 class RunLines:
-    """The hook that prints a run's lines, and updates the live line on a terminal."""
+    """The hook that prints a run's lines, and updates the live line on a terminal. `take_word`
+    returns a further line to print after a step, or None."""
 
-    def __init__(self) -> None:
+    def __init__(self, take_word: Callable[[], str | None] = lambda: None) -> None:
+        self._take_word = take_word
         self._n_steps = 0
         self._losses = _Curve()
         self._validation: EvalMetrics | None = None
@@ -79,6 +81,8 @@ class RunLines:
         )
         if is_logged(step.step, run.config):
             run.console.say_columns(columns, of_machine=True)
+        if (word := self._take_word()) is not None:
+            run.console.say(word, of_machine=True)
         run.console.status(columns, self._losses.line())
 
     def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:

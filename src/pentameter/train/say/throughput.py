@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Self
 
-from pentameter.machine.cores_and_memory import BusyTime
+from pentameter.machine.load.other_programs import BusyTime
 from pentameter.machine.this_cluster import SlowStepWarning, slow_step_warning
 from pentameter.planning.mfu import model_flops
 from pentameter.planning.plan import Plan

@@ -1,0 +1,1 @@
+"""Cores that other programs want too: how busy they are, and how idle threads wait on them."""
