@@ -1,7 +1,8 @@
-"""The fused step's C++ kernels: compiled at run time into two shared libraries, cached and loaded.
+"""C++ kernels of the fused step and of generation: compiled at run time into shared libraries,
+cached and loaded.
 
 The files in `cpp/` explain the algorithms. Without a library the step uses PyTorch's matmuls and
-kernels built by `torch.compile`.
+kernels built by `torch.compile`, and generation PyTorch's matmuls.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from pentameter.machine.capabilities import Capabilities, CpuCapabilities, compi
 from pentameter.machine.cores_and_memory import n_usable_cores
 from pentameter.machine.kernel_checks import LEVELS, Level
 
-Name = Literal["vector", "AMX"]
+Name = Literal["vector", "AMX", "rows"]
 
 FILES: dict[Name, tuple[str, ...]] = {
     "vector": (
@@ -36,14 +37,16 @@ FILES: dict[Name, tuple[str, ...]] = {
         *("loss", "router"),
     ),
     "AMX": ("attention", "feed_forward", "grouped_tiles", "weight_gradient"),
+    "rows": ("few_rows",),
 }
-"""Maps a library to its sources in `cpp/`, without their suffix: "vector" needs AVX2 or AVX-512,
-"AMX" matrix tiles."""
+"""Maps a library to its sources in `cpp/`, without their suffix: "vector" and "rows" (generation's)
+need AVX2 or AVX-512, "AMX" matrix tiles."""
 DTYPES: dict[Name, tuple[torch.dtype, ...]] = {
     "vector": (torch.float32, torch.bfloat16),
     "AMX": (torch.bfloat16,),
 }
-"""Maps a library to the matmul dtypes that it computes in; parameters are fp32."""
+"""Maps a library of the fused step to the matmul dtypes that it computes in; parameters are
+fp32."""
 CHANNELS = 16
 """Divisor that the vector kernels need of channel counts: the fp32 values in one AVX-512
 register."""
@@ -221,6 +224,16 @@ def call(library: Name, kernel: str, *arguments: Any) -> int:
     Returns the function's result, which is meaningless for a function that returns void."""
     result: int = getattr(_loaded[library], f"pentameter_{kernel}")(*map(_passed, arguments))
     return result
+
+
+def function(library: Name, kernel: str, *, n_pointers: int, n_numbers: int) -> Callable[..., Any]:
+    """Return the C++ function `pentameter_<kernel>` of a library, which must be loaded, as one that
+    takes addresses and then int64 numbers, all as `int`. For kernels that take microseconds, of
+    which `call` would be a part."""
+    found: Any = _loaded[library][f"pentameter_{kernel}"]  # an object of its own at each look-up
+    found.argtypes = [ctypes.c_void_p] * n_pointers + [ctypes.c_int64] * n_numbers
+    found.restype = None
+    return cast(Callable[..., Any], found)
 
 
 def _passed(argument: Any) -> Any:

@@ -65,7 +65,7 @@ def rehearse(
 
     The first time it takes seconds, besides compiling; then the result comes from the cache.
     """
-    loaded = [name for name in native.FILES if native.is_loaded(name)]
+    loaded = [name for name in native.DTYPES if native.is_loaded(name)]
     threads = torch.get_num_threads()
     key = key_of("fused step", config.model_dump_json(), dtype, n_rows, loaded, threads)
     if (verdict := recall(key)) is not None:

@@ -26,6 +26,7 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.captured import Captured, can_be_captured
 from pentameter.generation.detokenizer import Detokenizer
+from pentameter.generation.few_rows import few_rows, multiplying_by
 from pentameter.generation.prompts import Prompt, encode_prompt
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.machine.on_host import on_host
@@ -33,6 +34,7 @@ from pentameter.model.attention.attention import attending_by
 from pentameter.model.attention.cache import KVCache, NewestTokenCache
 from pentameter.model.attention.dot_product import NewestTokenAttention
 from pentameter.model.gpt import GPT
+from pentameter.model.matmul import PLAIN
 
 if TYPE_CHECKING:
     from pentameter.parallel.engine import Engine
@@ -153,10 +155,13 @@ def sampled_tokens(
         try:
             if isinstance(model, GPT):
                 next_logits = _Window(model, settings.num_samples, vocab_size).next_logits
+                matmul = few_rows(model)
             else:
                 assert context_length is not None
                 next_logits = partial(_full_pass, model, context_length, vocab_size)
-            yield from _sampled(next_logits, prompt, settings, samples)
+                matmul = PLAIN
+            with multiplying_by(model, matmul):
+                yield from _sampled(next_logits, prompt, settings, samples)
         finally:
             model.train(was_training)
             for module in kept:  # such as frozen layers with dropout

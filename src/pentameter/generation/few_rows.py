@@ -1,0 +1,176 @@
+"""The matmuls of generation on a CPU: a few rows times a weight, by C++ kernels that read the
+weight as fast as memory gives it, and with the bits of PyTorch's own.
+
+MKL packs a weight before it multiplies a few rows by it, and on AMD's processors reads it for one
+row with SSE alone. The kernels add in MKL's order (`fused_cpu/cpp/few_rows.cpp`), which differs
+between processors and numbers of rows; so each shape is tried first, and PyTorch multiplies where
+the bits differ.
+
+Shapes: R rows, K inputs and N outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pentameter.fused_cpu import native
+from pentameter.machine.capabilities import machine_capabilities
+from pentameter.model.gpt import GPT, TiedHead
+from pentameter.model.matmul import PLAIN, Matmul
+
+MOST_ROWS = 64
+"""Most rows that the kernels multiply; more are a matrix product, at which MKL is good."""
+_LEAST_WEIGHTS = 2**22
+"""Fewest weights of a model for which the kernels are built: smaller ones stay in the processor's
+caches, and building takes a second or two."""
+_LANES = 16
+_BLOCKS = (192, 256, 336, 384)
+"""Inputs that are summed in one chain, as libraries block them: 192 is MKL's on AMD's
+processors."""
+_ROUNDED = 0.1
+_TRIALS = 2
+
+Kernel = Callable[[Tensor, Tensor], Tensor]
+"""Function from rows (R, K) and a weight (N, K), both fp32, contiguous and on the CPU, to their
+product (R, N)."""
+
+
+class FewRows(Matmul):
+    """The Matmul of generation: by PyTorch or, for up to MOST_ROWS rows in fp32 without bias, by
+    the kernels, if these have shown the same bits for that shape. With gradients, by PyTorch.
+
+    The library `rows` (`fused_cpu/native.py`) must be loaded. `like_rows`: fewer rows than this
+    many are added like this many, so that all of them round alike; None adds each number of rows as
+    PyTorch does.
+    """
+
+    def __init__(self, like_rows: int | None = None) -> None:
+        function = native.function
+        self._one_row = function("rows", "one_row", n_pointers=3, n_numbers=2)
+        self._few_rows = function("rows", "few_rows", n_pointers=4, n_numbers=4)
+        self._like_rows = like_rows or 1
+        self._kernels: dict[tuple[int, int, int], Kernel | None] = {}
+        self._transposed = torch.empty(0)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x · weightᵀ + bias (…, N), for x (…, K), weight (N, K) and bias (N,) or None."""
+        N, K = weight.shape
+        n_rows = x.numel() // K
+        if (
+            bias is not None
+            or n_rows > MOST_ROWS
+            or x.dtype is not torch.float32
+            or torch.is_grad_enabled()
+        ):
+            return F.linear(x, weight, bias)
+        key = n_rows, N, K
+        if key not in self._kernels:
+            self._kernels[key] = self._kernel(max(n_rows, self._like_rows), weight)
+        kernel = self._kernels[key]
+        if kernel is None or not x.is_contiguous():
+            return F.linear(x, weight)
+        return kernel(x, weight)
+
+    def _kernel(self, n_rows: int, weight: Tensor) -> Kernel | None:
+        """Return a kernel that gives n_rows rows times `weight` (N, K) the bits of PyTorch's
+        matmul; None if there is none, or if the numbers do not tell."""
+        K = weight.shape[1]
+        if weight.dtype is not torch.float32 or not weight.is_contiguous() or K % 4:
+            return None
+        kernels: list[Kernel] = [partial(self._by_blocks, block) for block in _BLOCKS]
+        if n_rows == 1:
+            kernels.insert(0, self._by_lanes)
+        rows = [_made_up(n_rows, K, seed) for seed in range(_TRIALS)]
+        if not all(_is_rounded(x, weight) for x in rows):
+            return None
+        expected = [F.linear(x, weight) for x in rows]
+        for kernel in kernels:
+            pairs = zip(rows, expected, strict=True)
+            if all(torch.equal(kernel(x, weight), y) for x, y in pairs):
+                return kernel
+        return None
+
+    def _by_lanes(self, x: Tensor, weight: Tensor) -> Tensor:
+        N, K = weight.shape
+        y = x.new_empty((*x.shape[:-1], N))
+        self._one_row(y.data_ptr(), x.data_ptr(), weight.data_ptr(), N, K)
+        return y
+
+    def _by_blocks(self, block: int, x: Tensor, weight: Tensor) -> Tensor:
+        N, K = weight.shape
+        R = x.numel() // K
+        y = x.new_empty((*x.shape[:-1], N))
+        n_padded = -(-R // _LANES) * _LANES * K
+        if self._transposed.numel() < n_padded:
+            self._transposed = torch.empty(n_padded)
+        addresses = (each.data_ptr() for each in (y, x, self._transposed, weight))
+        self._few_rows(*addresses, R, N, K, block)
+        return y
+
+
+def _made_up(n_rows: int, K: int, seed: int) -> Tensor:
+    """Return rows (n_rows, K) in fp32 of which every bit counts."""
+    numbers = torch.arange(n_rows * K, dtype=torch.float64)
+    return torch.sin(numbers * (1 + seed) + 1).float().view(n_rows, K)
+
+
+def _is_rounded(x: Tensor, weight: Tensor) -> bool:
+    """Return True if the product of rows x (R, K) and a weight (N, K) shows in which order it was
+    added: many outputs are not the exact ones, as they are if the weight is zero or has few
+    bits."""
+    some = weight[:256]
+    exact = (x.double() @ some.double().t()).float()
+    return bool((F.linear(x, some) != exact).double().mean() > _ROUNDED)
+
+
+def few_rows(model: GPT, like_rows: int | None = None) -> Matmul:
+    """Return the Matmul by which a model generates: FewRows if its weights are fp32 on the CPU, and
+    large, and the kernels can be built; else PyTorch's. `like_rows` is as for FewRows."""
+    weights = [each for each in model.parameters() if each.ndim == 2]
+    is_fp32 = all(each.device.type == "cpu" and each.dtype is torch.float32 for each in weights)
+    if not is_fp32 or sum(each.numel() for each in weights) < _LEAST_WEIGHTS:
+        return PLAIN
+    if not native.is_loaded("rows") and native.load("rows", machine_capabilities()) is not None:
+        return PLAIN
+    return FewRows(like_rows)
+
+
+def multiply_by(model: nn.Module, matmul: Matmul) -> list[nn.Module]:
+    """Have the linear layers and the tied head of `model` multiply by `matmul`, in place, but those
+    whose forward a run has replaced; return them."""
+    changed = []
+    for module in model.modules():
+        target: Any = module
+        if matmul is PLAIN or "forward" in vars(module):
+            continue
+        if type(module).forward is nn.Linear.forward:
+            target.forward = partial(_linear, matmul, module)
+        elif isinstance(module, TiedHead):
+            target.forward = partial(module.forward, matmul=matmul)
+        else:
+            continue
+        changed.append(module)
+    return changed
+
+
+@contextmanager
+def multiplying_by(model: nn.Module, matmul: Matmul) -> Iterator[None]:
+    """Have a model multiply as by `multiply_by` inside the `with` block."""
+    changed = multiply_by(model, matmul)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _linear(matmul: Matmul, linear: Any, x: Tensor) -> Tensor:
+    """Return a linear layer's output (…, N) for x (…, K), computed by `matmul`."""
+    return matmul.linear(x, linear.weight, linear.bias)
