@@ -14,7 +14,7 @@ from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.schema import Config
 from pentameter.config.tables import packaged_table
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.model.gpt import build_model
 

@@ -16,7 +16,7 @@ from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.files.write import to_toml
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.generation.loop import generate
 from pentameter.model.gpt import build_model

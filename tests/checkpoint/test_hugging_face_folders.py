@@ -20,7 +20,7 @@ from pentameter.checkpoint.hugging_face.tokenizer_files import (
 )
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError

@@ -20,7 +20,7 @@ from pentameter.checkpoint.folders.load_model import load_model, open_model
 from pentameter.checkpoint.folders.model_folder import save_model
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import CorruptError

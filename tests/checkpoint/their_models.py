@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pentameter.checkpoint.hugging_face.families.table import families
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 transformers = pytest.importorskip("transformers")

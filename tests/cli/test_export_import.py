@@ -13,7 +13,7 @@ from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.cli.main import main
 from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.model.gpt import build_model
 from pentameter.train.keep.own_configuration import with_micro_batch

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer, train_bpe
+from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer
 from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.errors import ConfigError
 
 TEXT = "the cat sat on the mat, and the cat's hat sat on the cat.\n\n  the  end é é 42 42\n" * 3

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer, train_bpe
+from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer
 from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.setting import (
     bpe_vocab_size,
@@ -99,7 +100,7 @@ def test_one_token_from_two_pairs_stands_once():
 
 def test_training_gives_the_same_in_every_process_with_any_threads_and_pieces():
     code = (
-        "from pentameter.data.tokenizers.bpe import train_bpe\n"
+        "from pentameter.data.tokenizers.byte_level.training import train_bpe\n"
         "lines = [f'{i % 97} cat{i % 13}s sat{i % 7}\\n' for i in range(9000)]\n"
         "print(train_bpe(DOCUMENTS, 600).hash)"
     )

@@ -16,8 +16,9 @@ from pentameter.data.open_dataset import open_dataset
 from pentameter.data.prepare import from_conversations, preparation
 from pentameter.data.shards import dataset as shards_dataset
 from pentameter.data.shards import writer
-from pentameter.data.tokenizers.bpe import BpeTokenizer, train_bpe
+from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.chat import (
     CHATML_TEMPLATE,
     ChatTemplate,

@@ -10,7 +10,7 @@ from preparing import prepare, text_of_documents
 
 from pentameter.data.prepare.encoders import batches, encoded, processes_for
 from pentameter.data.prepare.splits import Passage
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
 from pentameter.errors import ConfigError, StorageError
 from pentameter.machine import cores_and_memory as cores
@@ -51,7 +51,7 @@ def test_they_stop_when_the_caller_stops(processes):
 def test_they_leave_nothing_behind_when_the_caller_is_killed(tmp_path):
     script = (
         "import os, signal\n"
-        "from pentameter.data.tokenizers.bpe import train_bpe\n"
+        "from pentameter.data.tokenizers.byte_level.training import train_bpe\n"
         "from pentameter.data.prepare.splits import Passage\n"
         "from pentameter.data.prepare.encoders import encoded\n"
         "batch = [Passage('some', 'train', True, True)]\n"
@@ -102,7 +102,7 @@ def test_one_that_cannot_start_stops_the_others(processes, monkeypatch):
 def test_modules_in_the_current_folder_are_not_run(tmp_path, name):
     (tmp_path / f"{name}.py").write_text("raise SystemExit('the planted module ran')\n")
     script = (
-        "from pentameter.data.tokenizers.bpe import train_bpe\n"
+        "from pentameter.data.tokenizers.byte_level.training import train_bpe\n"
         "from pentameter.data.prepare.splits import Passage\n"
         "from pentameter.data.prepare.encoders import encoded\n"
         "tokenizer = train_bpe(['some words'], 260)\n"

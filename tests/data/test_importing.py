@@ -15,7 +15,7 @@ from pentameter.data.prepare.from_tokens import (
 )
 from pentameter.data.shards.dataset import open_shards
 from pentameter.data.shards.format import find_header
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 

@@ -25,7 +25,7 @@ from pentameter.data.shards import token_stream as stream_shards
 from pentameter.data.shards.dataset import first_tokens
 from pentameter.data.shards.token_stream import Source, is_token_stream, open_token_stream
 from pentameter.data.tokenizers import chunking
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.byte_level import words as words_module
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.byte_level.words import Words, WordTable
 
 TEXT = (

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tokenizer_forms import FORMS
 
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pentameter.config.schema import ModelConfig
-from pentameter.data.tokenizers.bpe import BpeTokenizer, train_bpe
+from pentameter.data.tokenizers.bpe import BpeTokenizer
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError

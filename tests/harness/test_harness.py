@@ -11,7 +11,7 @@ import torch
 
 from pentameter.config.schema import Config
 from pentameter.data.shards.dataset import TokenSplit
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError
 from pentameter.evaluate.multiple_choice import (

@@ -13,7 +13,7 @@ from pentameter.checkpoint.folders.model_folder import Adapters, StoredModel
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.cli.main import main
 from pentameter.config.schema import Config, LoraConfig
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.word import WordTokenizer

@@ -22,7 +22,7 @@ pytest.importorskip("llguidance", reason="llguidance, of the extra `serve`, is n
 from tiny import make_model
 
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.setting import gpt2_tokenizer

@@ -18,6 +18,7 @@ Progress = Callable[[str, int, int], None]
 all bytes."""
 
 READING, TRAINING, ENCODING = "reading", "training", "encoding"
+MERGING = "merging"  # pairs into the tokenizer's tokens; how far that is, is not known
 IMPORTING, VERIFYING = "importing", "verifying"
 BEGINNING = "beginning"  # the first part of a stream
 AWAITING = "awaiting"  # another process prepares the same
@@ -33,13 +34,14 @@ LINE_SECONDS = 10.0
 
 _WORDS = {
     TRAINING: "training the tokenizer",
+    MERGING: "merging pairs into the tokenizer's tokens",
     IMPORTING: "importing the tokens",
     VERIFYING: "verifying the tokens",
     BEGINNING: "tokenizing the beginning of the text; training starts after it",
     AWAITING: "another process prepares the same data; waiting for it",
     AWAITING_A_RANK: "another rank, or another run, prepares the same data; waiting for it",
 }
-_WAITS = (BEGINNING, AWAITING, AWAITING_A_RANK)
+_WAITS = (MERGING, BEGINNING, AWAITING, AWAITING_A_RANK)
 
 
 def pass_in_words(name: str) -> str:
@@ -66,12 +68,12 @@ class ProgressLines:
 
     def __call__(self, name: str, done: int, total: int) -> None:
         """Print a line on the pass `name`, with `done` of about `total` bytes, if LINE_SECONDS have
-        passed since the last line. A pass that waits for another process gets a single line at
+        passed since the last line. A pass of which nothing more is heard gets a single line at
         once."""
         now = self._clock()
         if name != self._pass:
             self._pass, self._began, self._first_bytes = name, now, done
-            if name in _WAITS:  # nothing follows until the other process has ended
+            if name in _WAITS:  # nothing follows until it has ended
                 self._say(pass_in_words(name))
         if now - self._last_line < LINE_SECONDS or name in _WAITS:
             return
@@ -110,6 +112,11 @@ class ProgressBars:
         if name == AWAITING:
             self._bars.console.print(pass_in_words(name))
             return
+        if name == MERGING:  # a bar that moves, without an end
+            self._tasks[name] = self._bars.add_task(name, total=None, tokens="")
+            return
+        if (merging := self._tasks.pop(MERGING, None)) is not None:
+            self._bars.update(merging, completed=1, total=1)
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, tokens="")
         self._bars.update(self._tasks[name], completed=done, total=max(total, done))

@@ -14,7 +14,7 @@ from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.checkpoint.programs.nanochat import read_encoding
 from pentameter.checkpoint.programs.table import find_program
 from pentameter.cli import import_
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.render_client import Rendering
 from pentameter.data.tokenizers.renderer import RenderRequest
 from pentameter.data.tokenizers.setting import load_tokenizer

@@ -15,7 +15,7 @@ from pentameter.checkpoint.state.initial_weights import (
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.model.architecture import architecture
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.model.gpt import GPT, build_model

@@ -14,7 +14,7 @@ from pentameter.checkpoint.hugging_face.folder import export_hf
 from pentameter.checkpoint.state.initial_weights import initial_weights
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.errors import ConfigError
 from pentameter.model.gpt import GPT, build_model
 from pentameter.train.loop import Trainer

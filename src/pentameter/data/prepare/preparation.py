@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 
 from pentameter.data.corpora.text import Corpus
 from pentameter.data.prepare.splits import Splitting
-from pentameter.data.progress import AWAITING, ENCODING, TRAINING, Progress, no_progress
+from pentameter.data.progress import AWAITING, ENCODING, MERGING, TRAINING, Progress, no_progress
 from pentameter.data.shards.dataset import Dataset, open_shards
 from pentameter.data.shards.format import ENCODED_WHOLE, TOKENIZER_FILE
 from pentameter.data.shards.writer import ShardWriter
@@ -30,7 +30,12 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import END_OF_TEXT
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
-from pentameter.data.tokenizers.setting import build_tokenizer, is_made_from_text, load_tokenizer
+from pentameter.data.tokenizers.setting import (
+    bpe_vocab_size,
+    build_tokenizer,
+    is_made_from_text,
+    load_tokenizer,
+)
 from pentameter.disk.atomic import FolderExistsError
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.lock import building
@@ -206,6 +211,8 @@ class Preparation(ABC):
                 self.progress(TRAINING, n_done, contents.n_bytes)
                 if text:
                     yield text
+            if bpe_vocab_size(setting):
+                self.progress(MERGING, 0, contents.n_bytes)
 
         special = self.special_texts
         return build_tokenizer(setting, train_texts, special_texts=special, warnings=warnings)

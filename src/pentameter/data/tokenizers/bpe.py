@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -35,14 +33,6 @@ _CHUNK_CHARACTERS = 2048
 """Minimum characters per chunk given to the library; its time per token grows with the length."""
 _BATCH_CHUNKS = 512
 """Chunks encoded at once: the library's results take a few hundred bytes per token until read."""
-MIN_FREQUENCY = 2
-"""Minimum occurrences for a pair to become a token: one that occurs once teaches nothing."""
-_TRAINING_CHARACTERS = 1 << 13  # chunks of text for the library's threads
-# The library's training takes time quadratic in the length of a word: a genome on one line would
-# never end. No token worth having is longer than this; encoding splits nothing.
-_LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
-
-
 _FLAGS = ("lstrip", "rstrip", "single_word")  # of added tokens, which the library alone obeys
 
 
@@ -284,65 +274,6 @@ def _joined(
         parts.append(Encoded(ids, offsets + start))
         start += n_characters
     return Encoded.joined(parts)
-
-
-def train_bpe(
-    documents: Iterable[str], vocab_size: int, special_texts: Sequence[str] = (END_OF_TEXT,)
-) -> BpeTokenizer:
-    """Train byte-level BPE on documents: at most `vocab_size` tokens, in GPT-2's order: the 256
-    bytes, the merges as they were made, and `special_texts` (visible ASCII), at which documents
-    are cut, so that no merge makes one.
-
-    There are fewer if the text has no more pairs that occur MIN_FREQUENCY times. The same documents
-    give the same tokenizer, on any number of threads. Raises ConfigError for an empty text, and
-    for a `vocab_size` that has no room for the bytes and the special tokens.
-    """
-    least = len(BYTE_CHARACTERS) + len(special_texts)
-    if vocab_size < least:
-        raise ConfigError(
-            f"tokenizer 'bpe:{vocab_size}': the vocabulary size must be at least {least}: 256 "
-            f"bytes and {', '.join(special_texts)}"
-        )
-    import tokenizers
-
-    n_characters = 0
-    # No merge makes <|endoftext|>: it is three words. Tokenizers that exist were made with it.
-    marks = [re.escape(text) for text in special_texts if text != END_OF_TEXT]
-    mark = re.compile("|".join(marks) or r"(?!)")
-
-    def training_chunks() -> Iterator[str]:
-        nonlocal n_characters
-        for document in documents:
-            n_characters += len(document)
-            for text in mark.split(document):
-                for chunk in chunks(text, _TRAINING_CHARACTERS):
-                    yield from _without_long_runs(chunk)
-
-    library: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size - len(special_texts),  # these are added below
-        min_frequency=MIN_FREQUENCY,
-        initial_alphabet=list(BYTE_CHARACTERS),
-        show_progress=False,
-    )
-    library.train_from_iterator(training_chunks(), trainer)
-    if n_characters == 0:
-        raise ConfigError("a BPE tokenizer needs text to be trained on; this one is empty")
-    merges = [(left, right) for left, right in json.loads(library.to_str())["model"]["merges"]]
-    # Two merges may give the same token, from different parts.
-    tokens = dict.fromkeys([*BYTE_CHARACTERS, *map("".join, merges), *special_texts])
-    return BpeTokenizer(list(tokens), merges)
-
-
-def _without_long_runs(text: str) -> Iterator[str]:
-    """Yield a text in pieces, for training alone, which takes time quadratic in a word's length. It
-    is cut after 1,000 characters in a row without white space, or of white space only."""
-    start = 0
-    for run in _LONG_RUN.finditer(text):
-        yield text[start : run.end()]
-        start = run.end()
-    yield text[start:]
 
 
 def _with_added(

@@ -10,11 +10,10 @@ from pathlib import Path
 from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, FORMAT, VERSION, Content, Tokenizer
 from pentameter.data.tokenizers.bpe import (
     END_OF_TEXT,
-    MIN_FREQUENCY,
     BpeTokenizer,
     parse_merge,
-    train_bpe,
 )
+from pentameter.data.tokenizers.byte_level.training import MIN_FREQUENCY, train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.library import LibraryTokenizer
@@ -113,7 +112,7 @@ def build_tokenizer(
         return gpt2_tokenizer()
     if size is None:
         return load_tokenizer(setting)
-    tokenizer = train_bpe(documents(), size, special_texts)
+    tokenizer = train_bpe(documents(), size, special_texts, warnings)
     if tokenizer.vocab_size < size and warnings is not None:
         warnings.append(
             f"tokenizer {setting!r}: the text has pairs for {tokenizer.vocab_size} tokens only "
