@@ -15,7 +15,7 @@ what this machine reads of a long array.
 
 from __future__ import annotations
 
-from pentameter.machine.cores_and_memory import prepare_threads
+from pentameter.machine.load.idle_threads import prepare_threads
 
 prepare_threads()  # as the command line does, before torch is imported
 
