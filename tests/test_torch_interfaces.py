@@ -137,6 +137,7 @@ TABLE |= {
             "cpp.cxx",
             "cpp.simdlen",
             "cpp.enable_floating_point_contract_flag",
+            "cpp_cache_precompile_headers",
         ),
     ),
     "torch._functorch.config": Interface(

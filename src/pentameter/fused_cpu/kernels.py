@@ -1,5 +1,6 @@
 """Norms, dropout and sums as element-wise kernels, compiled one small function at a time; each
-passes over memory once.
+passes over memory once. They compute what the C++ kernels do not take, and say what these must
+give.
 
 Compiling the whole model is slower: a joint forward and backward graph saves dropout masks as
 booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to recompute),
