@@ -42,8 +42,10 @@ from pentameter.checkpoint.gguf.tensors import DTYPES
 from pentameter.config.model.attention import AttentionConfig
 from pentameter.config.model.feed_forward import FeedForwardConfig
 from pentameter.config.schema import ModelConfig
+from pentameter.generation import loop
 from pentameter.generation.loop import Generation, sampled_tokens
 from pentameter.model.gpt import GPT, build_model
+from pentameter.model.matmul import PLAIN
 from pentameter.serve.batching import Batcher
 from pentameter.serve.continuation import Continuation, TextRequest
 from pentameter.serve.passes import Slots
@@ -72,7 +74,9 @@ MODELS = {
         feed_forward=FeedForwardConfig(width=3072, activation="swiglu"),
     ),
 }
-GGUF_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+GGUF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "published": "BF16"}
+"""What the weights are: `published` as a Hugging Face folder in bf16 is read, which is computed in
+fp32 by us, and in bf16 by the others."""
 AIMS = {"transformers": 3.0, "llama.cpp": 1.0}
 
 Write = Callable[[int, int], None]
@@ -85,7 +89,7 @@ class Exported:
 
     config: ModelConfig
     dtype: str
-    """Of all sides' matrices: `float32` or `bfloat16`."""
+    """A key of GGUF_DTYPES."""
     hugging_face: Path
     gguf: Path
 
@@ -96,7 +100,10 @@ class Exported:
 
     def built(self) -> GPT:
         """Return our model with these weights."""
-        return build_model(self.config, 1).to(getattr(torch, self.dtype)).eval()
+        model = build_model(self.config, 1)
+        if self.dtype != "float32":
+            model = model.bfloat16()
+        return (model.float() if self.dtype == "published" else model).eval()
 
 
 def exported(folder: Path, config: ModelConfig, dtype: str) -> Exported:
@@ -121,6 +128,20 @@ def by_sample(exported: Exported, _most: int) -> Write:
     return write
 
 
+def by_pytorch(exported: Exported, most: int) -> Write:
+    """Our loop as it multiplies where the kernels are not: the same tokens."""
+    write = by_sample(exported, most)
+
+    def write_plainly(n_texts: int, n_tokens: int) -> None:
+        kernels, loop.few_rows = loop.few_rows, lambda *_: PLAIN
+        try:
+            write(n_texts, n_tokens)
+        finally:
+            loop.few_rows = kernels
+
+    return write_plainly
+
+
 def by_serve(exported: Exported, most: int) -> Write:
     tokenizer = tokenizer_for(exported.vocab_size)
     slots = Slots(exported.built(), exported.vocab_size, most)
@@ -140,7 +161,8 @@ def by_serve(exported: Exported, most: int) -> Write:
 def by_transformers(exported: Exported, _most: int) -> Write:
     transformers: Any = importlib.import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        exported.hugging_face, dtype=getattr(torch, exported.dtype)
+        exported.hugging_face,
+        dtype=torch.float32 if exported.dtype == "float32" else torch.bfloat16,
     ).eval()
     model.generation_config = transformers.GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0
@@ -187,6 +209,7 @@ def by_llama_cpp(exported: Exported, most: int) -> Write:
 
 SIDES: Mapping[str, Callable[[Exported, int], Write]] = {
     "sample": by_sample,
+    "pytorch": by_pytorch,
     "serve": by_serve,
     "transformers": by_transformers,
     "llama.cpp": by_llama_cpp,

@@ -58,10 +58,12 @@ def test_fewer_rows_add_like_many(library, n_rows):
     """One text's row is the same beside any others, if the many have a kernel at all."""
     x, weight = made(48, 384, 100)
     with torch.inference_mode():
-        matmul = FewRows(like_rows=48)
+        matmul = FewRows()
         if matmul._kernel(48, weight) is None:
             pytest.skip("PyTorch adds in another order on this machine")
-        assert torch.equal(matmul.linear(x[:n_rows], weight), F.linear(x, weight)[:n_rows])
+        with matmul.adding_like(48):
+            assert torch.equal(matmul.linear(x[:n_rows], weight), F.linear(x, weight)[:n_rows])
+        assert torch.equal(matmul.linear(x[:n_rows], weight), F.linear(x[:n_rows], weight))
 
 
 def order_of_sum(kernel: Any, K: int, n_rows: int) -> list[int]:
@@ -105,6 +107,37 @@ def test_the_order_of_a_sum_is_as_documented(library, block, n_rows):
         x[number % K] -= np.float32(HUGE)
         expected.append(added(x, block))
     assert order_of_sum(kernel, K, n_rows) == expected
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 7, 16, 20])
+@pytest.mark.parametrize(("K", "N"), [(64, 24), (1536, 65)])
+def test_a_weight_of_bf16_numbers_has_the_bits_of_fp32(library, n_rows, K, N):
+    x, weight = made(n_rows, K, N)
+    weight = weight.bfloat16().float()
+    matmul, plain = FewRows(), FewRows(narrows=False)
+    assert matmul._least(weight).dtype is torch.bfloat16
+    assert plain._least(weight) is weight
+    with torch.inference_mode():
+        assert torch.equal(matmul.linear(x, weight), F.linear(x, weight))
+    for by in (matmul._by_lanes, *(lambda *of, n=n: matmul._by_blocks(n, *of) for n in (5, 192))):
+        rows = x[:1] if by == matmul._by_lanes else x
+        assert torch.equal(by(rows, weight.bfloat16()), by(rows, weight))
+
+
+def test_only_weights_of_bf16_numbers_get_a_copy_and_changes_make_it_anew(library):
+    matmul, weight = FewRows(), torch.nn.Parameter(torch.ones(70, 1000))
+    copy = matmul._least(weight)
+    assert copy.dtype is torch.bfloat16
+    assert matmul._least(weight) is copy
+    with torch.no_grad():
+        weight.mul_(2)
+    assert torch.equal(matmul._least(weight), torch.full_like(copy, 2))
+    with torch.no_grad():
+        weight[-1, -1] = 1.0001
+    assert matmul._least(weight) is weight
+    with torch.inference_mode():
+        made_there = torch.ones(8, 8)
+    assert matmul._least(made_there) is made_there
 
 
 def test_a_weight_that_shows_no_order_is_left_to_pytorch(library):

@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import TOKENIZER, make_model
 
 from pentameter.errors import CorruptError
+from pentameter.generation import few_rows
 from pentameter.generation.loop import Generation, sampled_tokens
 from pentameter.generation.sampling import Sampling
+from pentameter.model.matmul import PLAIN
 from pentameter.serve.batching import Batcher
 from pentameter.serve.continuation import Continuation, Piece, TextRequest
 from pentameter.serve.passes import Shapes, Slots, n_read_in_pieces
@@ -239,3 +241,18 @@ def test_shapes_that_disagree_are_not_chosen(monkeypatch: pytest.MonkeyPatch) ->
     write = slots._write
     monkeypatch.setattr(slots, "_write", by_slot)
     assert slots.find_shapes().batch_sizes == (1,)
+
+
+def test_kernels_for_few_rows_leave_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They let texts share passes of other sizes, and the numbers stay."""
+    monkeypatch.setattr(few_rows, "_LEAST_WEIGHTS", 0)
+    asked = drawn_request(random.Random(7))
+    slots = make_slots()
+    answer = alone(slots, asked)
+    with monkeypatch.context() as patched:
+        patched.setattr("pentameter.serve.passes.few_rows", lambda *_, **__: PLAIN)
+        plain = make_slots()
+    if plain.shapes.batch_sizes == (1,):
+        pytest.skip("without them each text has a pass of its own here, which rounds by itself")
+    assert set(plain.shapes.batch_sizes) <= set(slots.shapes.batch_sizes)
+    assert alone(plain, asked) == answer

@@ -232,7 +232,6 @@ def function(library: Name, kernel: str, *, n_pointers: int, n_numbers: int) -> 
     which `call` would be a part."""
     found: Any = _loaded[library][f"pentameter_{kernel}"]  # an object of its own at each look-up
     found.argtypes = [ctypes.c_void_p] * n_pointers + [ctypes.c_int64] * n_numbers
-    found.restype = None
     return cast(Callable[..., Any], found)
 
 

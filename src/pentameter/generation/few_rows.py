@@ -4,7 +4,8 @@ weight as fast as memory gives it, and with the bits of PyTorch's own.
 MKL packs a weight before it multiplies a few rows by it, and on AMD's processors reads it for one
 row with SSE alone. The kernels add in MKL's order (`fused_cpu/cpp/few_rows.cpp`), which differs
 between processors and numbers of rows; so each shape is tried first, and PyTorch multiplies where
-the bits differ.
+the bits differ. Weights that were published in bf16, and are fp32 here, are kept in bf16 beside,
+half the bytes to read: widened on their way they are the same numbers.
 
 Shapes: R rows, K inputs and N outputs of a linear layer.
 """
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from pentameter.fused_cpu import native
 from pentameter.machine.capabilities import machine_capabilities
+from pentameter.machine.cores_and_memory import host_memory_bytes
 from pentameter.model.gpt import GPT, TiedHead
 from pentameter.model.matmul import PLAIN, Matmul
 
@@ -30,6 +32,8 @@ MOST_ROWS = 64
 _LEAST_WEIGHTS = 2**22
 """Fewest weights of a model for which the kernels are built: smaller ones stay in the processor's
 caches, and building takes a second or two."""
+_MEMORY_TIMES = 3
+"""Weights get copies in bf16 if the machine's memory is this many times theirs in fp32."""
 _LANES = 16
 _BLOCKS = (192, 256, 336, 384)
 """Inputs that are summed in one chain, as libraries block them: 192 is MKL's on AMD's
@@ -38,25 +42,27 @@ _ROUNDED = 0.1
 _TRIALS = 2
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
-"""Function from rows (R, K) and a weight (N, K), both fp32, contiguous and on the CPU, to their
-product (R, N)."""
+"""Function from rows (R, K) in fp32 and a weight (N, K) in fp32 or bf16, both contiguous and on the
+CPU, to their product (R, N) in fp32."""
 
 
 class FewRows(Matmul):
     """The Matmul of generation: by PyTorch or, for up to MOST_ROWS rows in fp32 without bias, by
     the kernels, if these have shown the same bits for that shape. With gradients, by PyTorch.
 
-    The library `rows` (`fused_cpu/native.py`) must be loaded. `like_rows`: fewer rows than this
-    many are added like this many, so that all of them round alike; None adds each number of rows as
-    PyTorch does.
+    The library `rows` (`fused_cpu/native.py`) must be loaded. `narrows`: whether weights that hold
+    bf16 numbers alone get a copy in bf16.
     """
 
-    def __init__(self, like_rows: int | None = None) -> None:
+    def __init__(self, *, narrows: bool = True) -> None:
         function = native.function
-        self._one_row = function("rows", "one_row", n_pointers=3, n_numbers=2)
-        self._few_rows = function("rows", "few_rows", n_pointers=4, n_numbers=4)
-        self._like_rows = like_rows or 1
-        self._kernels: dict[tuple[int, int, int], Kernel | None] = {}
+        self._one_row = function("rows", "one_row", n_pointers=3, n_numbers=3)
+        self._few_rows = function("rows", "few_rows", n_pointers=4, n_numbers=5)
+        self._narrowed = function("rows", "narrowed", n_pointers=2, n_numbers=1)
+        self._like_rows = 1
+        self._narrows = narrows
+        self._copies: dict[int, tuple[Tensor, int, Tensor | None]] = {}
+        self._kernels: dict[tuple[int, ...], Kernel | None] = {}
         self._transposed = torch.empty(0)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,13 +76,37 @@ class FewRows(Matmul):
             or torch.is_grad_enabled()
         ):
             return F.linear(x, weight, bias)
-        key = n_rows, N, K
+        like_rows = max(n_rows, self._like_rows)
+        key = like_rows, N, K
         if key not in self._kernels:
-            self._kernels[key] = self._kernel(max(n_rows, self._like_rows), weight)
+            self._kernels[key] = self._kernel(like_rows, weight)
         kernel = self._kernels[key]
         if kernel is None or not x.is_contiguous():
             return F.linear(x, weight)
-        return kernel(x, weight)
+        return kernel(x, self._least(weight))
+
+    @contextmanager
+    def adding_like(self, n_rows: int) -> Iterator[None]:
+        """Inside the `with` block, add fewer rows than n_rows as PyTorch adds n_rows, where the
+        kernels can, so that all of them round alike."""
+        before, self._like_rows = self._like_rows, n_rows
+        try:
+            yield
+        finally:
+            self._like_rows = before
+
+    def _least(self, weight: Tensor) -> Tensor:
+        """Return a weight in bf16 if all its numbers are, else itself. The copy is made once, and
+        anew after a change of the weight in place."""
+        if not self._narrows or weight.is_inference():  # whose changes are not counted
+            return weight
+        of, version, copy = self._copies.get(id(weight), (None, -1, None))
+        if of is not weight or version != weight._version:
+            copy = torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False)
+            if not self._narrowed(copy.data_ptr(), weight.data_ptr(), weight.numel()):
+                copy = None
+            self._copies[id(weight)] = weight, weight._version, copy
+        return weight if copy is None else copy
 
     def _kernel(self, n_rows: int, weight: Tensor) -> Kernel | None:
         """Return a kernel that gives n_rows rows times `weight` (N, K) the bits of PyTorch's
@@ -100,7 +130,8 @@ class FewRows(Matmul):
     def _by_lanes(self, x: Tensor, weight: Tensor) -> Tensor:
         N, K = weight.shape
         y = x.new_empty((*x.shape[:-1], N))
-        self._one_row(y.data_ptr(), x.data_ptr(), weight.data_ptr(), N, K)
+        narrow = weight.dtype is torch.bfloat16
+        self._one_row(y.data_ptr(), x.data_ptr(), weight.data_ptr(), N, K, narrow)
         return y
 
     def _by_blocks(self, block: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +142,7 @@ class FewRows(Matmul):
         if self._transposed.numel() < n_padded:
             self._transposed = torch.empty(n_padded)
         addresses = (each.data_ptr() for each in (y, x, self._transposed, weight))
-        self._few_rows(*addresses, R, N, K, block)
+        self._few_rows(*addresses, R, N, K, block, weight.dtype is torch.bfloat16)
         return y
 
 
@@ -130,16 +161,17 @@ def _is_rounded(x: Tensor, weight: Tensor) -> bool:
     return bool((F.linear(x, some) != exact).double().mean() > _ROUNDED)
 
 
-def few_rows(model: GPT, like_rows: int | None = None) -> Matmul:
+def few_rows(model: GPT) -> Matmul:
     """Return the Matmul by which a model generates: FewRows if its weights are fp32 on the CPU, and
-    large, and the kernels can be built; else PyTorch's. `like_rows` is as for FewRows."""
+    large, and the kernels can be built; else PyTorch's."""
     weights = [each for each in model.parameters() if each.ndim == 2]
     is_fp32 = all(each.device.type == "cpu" and each.dtype is torch.float32 for each in weights)
     if not is_fp32 or sum(each.numel() for each in weights) < _LEAST_WEIGHTS:
         return PLAIN
     if not native.is_loaded("rows") and native.load("rows", machine_capabilities()) is not None:
         return PLAIN
-    return FewRows(like_rows)
+    n_bytes = sum(each.nbytes for each in weights)
+    return FewRows(narrows=_MEMORY_TIMES * n_bytes < (host_memory_bytes() or 0))
 
 
 def multiply_by(model: nn.Module, matmul: Matmul) -> list[nn.Module]:

@@ -17,6 +17,7 @@ vocabulary (unpadded).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pentameter.generation.captured import Captured, can_be_captured
+from pentameter.generation.few_rows import FewRows, few_rows, multiply_by
 from pentameter.generation.loop import chosen_kernels
 from pentameter.generation.sampling import Floats
 from pentameter.keyed import bits, make_key
@@ -216,6 +218,8 @@ class Slots:
         )
         self._attention = SlotAttention()
         attend_by(model, self._attention)
+        self._matmul, self._like_rows = few_rows(model), n_slots
+        multiply_by(model, self._matmul)
         unit = _rounded_up(-(-self._n_keys // _MOST_KEY_SIZES), _PIECE_UNIT)
         sizes = range(unit, self._n_keys, unit)
         self.shapes = Shapes((n_slots,), (*sizes, self._n_keys))
@@ -295,7 +299,11 @@ class Slots:
         its window has."""
         tokens, positions, write_at, lengths = inputs
         under_way = _Pass(self._memory, slots, positions, n_seen, write_at=write_at)
-        (logits,) = self._pass(tokens[None], positions, lengths, under_way, slice(None))
+        matmul, n = self._matmul, self._like_rows
+        # A text alone then need not go through a pass of several rows.
+        alike = matmul.adding_like(n) if isinstance(matmul, FewRows) else nullcontext()
+        with alike:
+            (logits,) = self._pass(tokens[None], positions, lengths, under_way, slice(None))
         return logits
 
     def _pass(
@@ -333,9 +341,9 @@ class Slots:
         _make_up([*self._memory.keys, *self._memory.values])
         seeds, moves = range(_CHECKED_SEEDS), (0, 1, everyone // 2)
         if everyone == 1 or not self._agree([everyone], self._n_keys, seeds, moves):
-            self.shapes = Shapes((1,), whole.key_sizes)
+            self.shapes, self._like_rows = Shapes((1,), whole.key_sizes), 1
         else:
-            smaller = [2**n for n in range(1, 10) if 2**n < everyone]
+            smaller = [2**n for n in range(10) if 2**n < everyone]
             batches = [n for n in smaller if self._agree([n], self._n_keys, seeds, moves)]
             batches.append(everyone)
             keys = [n for n in whole.key_sizes[:-1] if self._agree(batches, n, (0,), moves[2:])]
