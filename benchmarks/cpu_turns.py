@@ -8,7 +8,6 @@ begins, with its memory and its threads.
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import resource
 import sys
@@ -19,11 +18,11 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from cpu_peers import HUGGING_FACE, NANOGPT, Side, Train, one_by_one, plain
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.machine.capabilities import machine_capabilities
@@ -36,10 +35,10 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.plan import Plan
 from pentameter.train.compute import choose_compute
-from plain_gpt import PlainGPT, make_optimizer, train_step
 
 LEAST_STEPS = 12
 MOST_STEPS = 40
+MOST_SECONDS = 150  # once there are the least steps
 WINDOW = 4  # steps that are compared with one another, and with as many before them
 SPREAD = 0.05
 TREND = 0.02
@@ -47,12 +46,9 @@ TREND = 0.02
 SETTLED = (
     f"at least {LEAST_STEPS} steps, the last {WINDOW} within {100 * SPREAD:.0f} % of one another "
     f"and their median at most {100 * TREND:.0f} % below that of the {WINDOW} before; "
-    f"at most {MOST_STEPS}"
+    f"at most {MOST_STEPS}, or {MOST_SECONDS} s"
 )
 """The rule of `settled`, for people."""
-
-Step = Callable[[int], float]
-"""Trains the step of this number and returns its mean loss."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Turn:
 
 
 def settled(seconds: Sequence[float]) -> bool:
-    """Whether the times of steps so far obey the rule SETTLED (but for the most steps)."""
+    """Whether the times of steps so far obey the rule SETTLED (but for its ends)."""
     if len(seconds) < LEAST_STEPS:
         return False
     last, before = seconds[-WINDOW:], seconds[-2 * WINDOW : -WINDOW]
@@ -80,8 +76,8 @@ def settled(seconds: Sequence[float]) -> bool:
     return steady and median(last) >= (1 - TREND) * median(before)
 
 
-def ours(plan: Plan, checkout: Path | None) -> tuple[str, Step]:
-    """The step of this package, as the trainer runs it, and how it is computed."""
+def ours(plan: Plan, checkout: Path | None) -> tuple[str, Train]:
+    """How the step of this package is computed, and what trains by it as the trainer does."""
     engine = choose_compute(plan)
     stage = assemble(plan, engine.device, engine.precision, compiled=engine.compiled)
     config = plan.config.optimizer
@@ -98,88 +94,45 @@ def ours(plan: Plan, checkout: Path | None) -> tuple[str, Step]:
         return loss
 
     compiled = "compiled" if engine.compiled else "eager"
-    return f"{engine.precision}, {compiled}: {engine.compile_reason}", step
+    return f"{engine.precision}, {compiled}: {engine.compile_reason}", one_by_one(step)
 
 
-def plain(plan: Plan, checkout: Path | None) -> tuple[str, Step]:
-    """The same step by `plain_gpt.py`."""
-    torch.manual_seed(plan.config.seed)
-    config = plan.config.model
-    assert config.vocab_size is not None
-    model = PlainGPT(
-        config.vocab_size,
-        config.context_length,
-        config.n_layers,
-        config.attention.n_heads,
-        config.d_model,
-        config.dropout,
-        config.dropout,  # as nanoGPT: one rate, on attention weights too
-    )
-    model.train()
-    optimizer = make_optimizer(model)
-    batch = _tensors(plan)
+class Clock:
+    """The time of each step: of the first `n_warm_up`, and of `n_steps` that count after them."""
 
-    def step(number: int) -> float:
-        return train_step(model, optimizer, [batch(number)], learning_rate=_rate(plan, number))
+    def __init__(self, n_steps: int) -> None:
+        self.n_steps = n_steps
+        self.n_warm_up = 0  # until they are over
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self._start = time.perf_counter(), time.process_time()
 
-    return "fp32, eager", step
+    def after(self, loss: float) -> bool:
+        """Whether another step is wanted after one of this loss, which is over."""
+        now = time.perf_counter(), time.process_time()
+        self.losses.append(loss)
+        self.seconds.append(now[0] - self._start[0])
+        self.cpu_seconds.append(now[1] - self._start[1])
+        self._start = now
+        if not self.n_warm_up and (settled(self.seconds) or self._is_late()):
+            self.n_warm_up = len(self.seconds)
+        return not self.n_warm_up or len(self.seconds) < self.n_warm_up + self.n_steps
 
-
-def nanogpt(plan: Plan, checkout: Path | None) -> tuple[str, Step]:
-    """The same step by the model and the optimizer of a checkout of karpathy/nanoGPT, in the order
-    of its train.py."""
-    assert checkout is not None
-    theirs = load_nanogpt(checkout)
-    torch.manual_seed(plan.config.seed)
-    config, groups = plan.config.model, plan.config.optimizer
-    model = theirs.GPT(
-        theirs.GPTConfig(
-            block_size=config.context_length,
-            vocab_size=config.vocab_size,
-            n_layer=config.n_layers,
-            n_head=config.attention.n_heads,
-            n_embd=config.d_model,
-            dropout=config.dropout,
-            bias=config.bias,
+    def _is_late(self) -> bool:
+        n_steps = len(self.seconds)
+        return n_steps >= MOST_STEPS or (
+            n_steps >= LEAST_STEPS and sum(self.seconds) > MOST_SECONDS
         )
-    )
-    model.train()
-    optimizer = model.configure_optimizers(
-        groups.weight_decay, groups.learning_rate, groups.betas, "cpu"
-    )
-    batch = _tensors(plan)
-
-    def step(number: int) -> float:
-        for group in optimizer.param_groups:
-            group["lr"] = _rate(plan, number)
-        _, loss = model(*batch(number))
-        mean = loss.item()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), groups.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(mean)
-
-    return "fp32, eager, as its README runs on a CPU (--compile=False)", step
 
 
-SIDES = {
-    **{"plain": plain, "nanogpt": nanogpt},
+SIDES: dict[str, Side] = {
+    "plain": plain,
+    **NANOGPT,
+    **HUGGING_FACE,
     **dict.fromkeys(("ours", "modern", "dense", "mixture"), ours),
 }
 """Side → what makes its step."""
-
-
-def load_nanogpt(checkout: Path) -> ModuleType:
-    """The file model.py of a checkout of nanoGPT. Exits where there is none."""
-    path = checkout / "model.py"
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        sys.exit(f"--nanogpt {checkout}: no model.py there; name a checkout of karpathy/nanoGPT")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks its own module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def take_turn(side: str, plan: Plan, n_steps: int, checkout: Path | None = None) -> Turn:
@@ -199,29 +152,19 @@ def _alone(function: Callable[..., Any], *arguments: object) -> Any:
 
 
 def _turn(side: str, plan: Plan, n_steps: int, checkout: Path | None) -> Turn:
-    with redirect_stdout(sys.stderr):  # nanoGPT prints as it starts
-        how, step = SIDES[side](plan, checkout)
     others = OtherPrograms()
-    losses, times, cpu_times = list[float](), list[float](), list[float]()
-
-    def timed() -> None:
-        start, cpu_start = time.perf_counter(), time.process_time()
-        losses.append(step(len(losses)))
-        times.append(time.perf_counter() - start)
-        cpu_times.append(time.process_time() - cpu_start)
-
-    while not settled(times) and len(times) < MOST_STEPS:
-        timed()
-    n_warm_up = len(times)
-    for _ in range(n_steps):
-        timed()
+    with redirect_stdout(sys.stderr):  # nanoGPT and the Trainer print
+        how, train = SIDES[side](plan, checkout)
+        clock = Clock(n_steps)
+        train(clock.after)
+    n_warm_up = clock.n_warm_up
     return Turn(
         how,
-        losses,
-        times[:n_warm_up],
-        times[n_warm_up:],
-        cpu_times[n_warm_up:],
-        settled(times[:n_warm_up]),
+        clock.losses,
+        clock.seconds[:n_warm_up],
+        clock.seconds[n_warm_up:],
+        clock.cpu_seconds[n_warm_up:],
+        settled(clock.seconds[:n_warm_up]),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         others.cores(lambda own: [own]),
     )
@@ -237,17 +180,3 @@ def _batches(plan: Plan) -> Callable[[int], Any]:
     """Number → the step's batch of the run itself, so that all sides learn from the same text."""
     split = open_dataset(plan.config.data).split("train")
     return training_batches(plan.config, split).batch
-
-
-def _tensors(plan: Plan) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    batch = _batches(plan)
-
-    def tensors(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        current = batch(number)
-        return torch.from_numpy(current.inputs), torch.from_numpy(current.targets)
-
-    return tensors
-
-
-def _rate(plan: Plan, number: int) -> float:
-    return learning_rate(number, plan.config.optimizer, plan.config.schedule)

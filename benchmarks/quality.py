@@ -1,13 +1,19 @@
 """Time to quality: seconds and steps to a validation loss on tiny Shakespeare, whole split.
 
-    python benchmarks/quality.py [--presets NAME …] [--seeds 3] [--target 1.4697] [--json]
+    python benchmarks/quality.py [--presets NAME …] [--seeds 3] [--target 1.4697]
+                                 [--peer nanogpt-bf16 --nanogpt DIR] [--estimate] [--json]
 
 Each preset trains once with each seed, in a process of its own, and stops at the first evaluation
 at or below the target. Seconds count from the start of the process, so loading, compiling and every
-evaluation are in them. Where `shakespeare-char` is among the presets, steps of the plain GPT
-(`plain_gpt.py`, the same recipe in fp32, eager) are timed too, and the seconds it would need are
-its step's median × the steps that the recipe took: it does the same arithmetic, four hours of it.
-The machine must do nothing else.
+evaluation are in them. Beside them stands a peer with `shakespeare-char`'s recipe, which does not
+run to the end (that takes hours): its seconds are the median of its settled step (`train_cpu.py`)
+× the steps that the recipe took. With `shakespeare-char` among the presets, these are the steps of
+this run; without, those that are on record (STEPS). The peer is the plain GPT (`plain_gpt.py`), or
+any side of nanoGPT or Hugging Face: name the one that `train_cpu.py` calls the best.
+
+With `--estimate` no race is run to its end either: each preset trains to its second evaluation
+after step 0, with the first seed, and its seconds are carried on to the step on record. The machine
+must do nothing else.
 """
 
 from __future__ import annotations
@@ -23,29 +29,48 @@ from pathlib import Path
 from typing import Any
 
 TARGET = 1.4697  # nanoGPT's published best for its character preset
-RECIPE = "shakespeare-char"  # whose arithmetic the plain GPT does
+RECIPE = "shakespeare-char"  # whose arithmetic the peers do
+STEPS = {"shakespeare-char": 1500, "shakespeare-fast": 500}
+"""Preset → steps to TARGET on record (`measurements/presets.md`)."""
 
 
 class Race:
-    """A hook that stops a run at the target, and remembers where that was."""
+    """A hook that stops a run at the target, and remembers where that was; or, if `n_evaluations`
+    is given, after so many evaluations of later steps than 0."""
 
-    def __init__(self, target: float) -> None:
+    def __init__(self, target: float, n_evaluations: int | None = None) -> None:
         self.start = time.perf_counter()
         self.target = target
+        self.n_evaluations = n_evaluations
         self.losses: dict[int, float] = {}
+        self.times: dict[int, float] = {}
         self.steps: int | None = None
         self.seconds: float | None = None
 
     def on_eval(self, run: Any, metrics: Any) -> None:
+        if metrics.split != "val" or self.steps is not None:
+            return
+        now = time.perf_counter() - self.start
         self.losses[metrics.step] = metrics.loss
-        if metrics.split == "val" and metrics.loss <= self.target and self.steps is None:
-            self.steps, self.seconds = metrics.step, time.perf_counter() - self.start
+        if metrics.step > 0:
+            self.times[metrics.step] = now
+        if metrics.loss <= self.target:
+            self.steps, self.seconds = metrics.step, now
             run.stop("target reached")
+        elif len(self.times) == self.n_evaluations:
+            run.stop("enough for an estimate")
 
 
-def run_one(preset: str, seed: int, target: float) -> None:
+def seconds_at(n_steps: int, times: dict[int, float]) -> float:
+    """The seconds at which step `n_steps` is over, of a run whose evaluated steps were over at
+    `times`: as many seconds a step from the last of them on as between the last two."""
+    (before, seconds_before), (last, seconds_last) = sorted(times.items())[-2:]
+    return seconds_last + (n_steps - last) * (seconds_last - seconds_before) / (last - before)
+
+
+def run_one(preset: str, seed: int, target: float, n_evaluations: int | None) -> None:
     """Train one run, and print its result as JSON."""
-    race = Race(target)  # before anything is imported
+    race = Race(target, n_evaluations)  # before anything is imported
     import pentameter as pm
     from pentameter.config.files.load import load_config
 
@@ -54,20 +79,25 @@ def run_one(preset: str, seed: int, target: float) -> None:
     config = load_config(preset, {"seed": seed, "train.device": "cpu", **shown})
     with tempfile.TemporaryDirectory() as folder:
         pm.Trainer(config, run_dir=Path(folder) / "run", hooks=[race], quiet=True).fit()
-    print(json.dumps({"steps": race.steps, "seconds": race.seconds, "losses": race.losses}))
+    steps, seconds = race.steps, race.seconds
+    if n_evaluations is not None:
+        steps, seconds = STEPS[preset], seconds_at(STEPS[preset], race.times)
+    found = {"steps": steps, "seconds": seconds, "losses": race.losses, "times": race.times}
+    print(json.dumps(found))
 
 
-def plain_seconds_per_step(n_steps: int) -> float:
-    """The median time of a step of the plain GPT, once it has settled."""
+def peer_seconds_per_step(peer: str, n_steps: int, checkout: Path | None) -> float:
+    """The median time of a step of a side of `train_cpu.py`, once it has settled."""
     from cpu_turns import take_turn
     from train_cpu import plan_of
 
-    return statistics.median(take_turn("plain", plan_of("plain", 0.0), n_steps).seconds)
+    return statistics.median(take_turn(peer, plan_of(peer, 0.0), n_steps, checkout).seconds)
 
 
-def race_of(preset: str, seed: int, target: float) -> dict[str, Any]:
+def race_of(preset: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     """The result of `run_one` in a process of its own."""
-    command = [sys.executable, __file__, "--one", preset, str(seed), "--target", str(target)]
+    command = [sys.executable, __file__, "--one", preset, str(seed), "--target", str(asked.target)]
+    command += ["--estimate"] if asked.estimate else []
     answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(answer.splitlines()[-1])
 
@@ -78,37 +108,58 @@ def spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.0f}{deviation}"
 
 
+def say_races(preset: str, races: list[dict[str, Any]], target: float, estimate: bool) -> None:
+    """Print a preset's races for people."""
+    reached = [race for race in races if race["steps"] is not None]
+    means = f"{spread([race['seconds'] for race in reached])} s" if reached else "no time"
+    if estimate:
+        times = ", ".join(f"step {step}: {at:.1f} s" for step, at in races[0]["times"].items())
+        print(f"{preset}: estimated {means} for {STEPS[preset]} steps, of {times}", flush=True)
+        return
+    steps = f" in {spread([race['steps'] for race in reached])} steps" if reached else ""
+    print(
+        f"{preset}: {len(reached)} of {len(races)} reached {target}{steps}, {means}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--presets", nargs="+", default=[RECIPE, "shakespeare-fast"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--target", type=float, default=TARGET)
-    parser.add_argument("--plain-steps", type=int, default=5)
+    parser.add_argument("--peer", default="plain", help="a side of train_cpu.py")
+    parser.add_argument("--peer-steps", type=int, default=5)
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR")
+    parser.add_argument("--estimate", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one is not None:
-        run_one(asked.one[0], int(asked.one[1]), asked.target)
+        run_one(asked.one[0], int(asked.one[1]), asked.target, 2 if asked.estimate else None)
         return
-    result: dict[str, Any] = {"target": asked.target}
+    if asked.peer.startswith("nanogpt") and asked.nanogpt is None:
+        parser.error(f"--peer {asked.peer} needs --nanogpt DIR")
+    seeds = range(1, 2 if asked.estimate else 1 + asked.seeds)
+    result: dict[str, Any] = {"target": asked.target, "estimate": asked.estimate}
+    steps = [STEPS[RECIPE]]
     for preset in asked.presets:
-        races = [race_of(preset, 1 + number, asked.target) for number in range(asked.seeds)]
-        result[preset] = races
-        reached = [race for race in races if race["steps"] is not None]
+        races = result[preset] = [race_of(preset, seed, asked) for seed in seeds]
+        if preset == RECIPE:
+            steps = [race["steps"] for race in races if race["steps"] is not None] or steps
         if not asked.json:
-            print(f"{preset}: {len(reached)} of {len(races)} reached {asked.target}", end="")
-            for key in ("steps", "seconds"):
-                if reached:
-                    print(f"; {key} {spread([race[key] for race in reached])}", end="")
-            print(flush=True)
-    if RECIPE in asked.presets:
-        per_step = result["plain_seconds_per_step"] = plain_seconds_per_step(asked.plain_steps)
-        steps = [race["steps"] for race in result[RECIPE] if race["steps"] is not None]
-        if steps and not asked.json:
-            seconds = statistics.fmean(steps) * per_step
-            print(f"plain: {per_step:.2f} s/step, so {seconds:.0f} s for the steps of {RECIPE}")
+            say_races(preset, races, asked.target, asked.estimate)
+    per_step = peer_seconds_per_step(asked.peer, asked.peer_steps, asked.nanogpt)
+    seconds = statistics.fmean(steps) * per_step
+    result["peer"] = {"side": asked.peer, "seconds_per_step": per_step, "seconds": seconds}
     if asked.json:
         print(json.dumps(result))
+        return
+    print(f"{asked.peer}: {per_step:.2f} s/step, so {seconds:.0f} s for the steps of {RECIPE}")
+    for preset in asked.presets:
+        reached = [race["seconds"] for race in result[preset] if race["seconds"] is not None]
+        if reached:
+            print(f"{preset} is there in 1/{seconds / statistics.fmean(reached):.1f} of that")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""Training on a CPU: the character GPT, plain and ours, a modern decoder of its size, and nanoGPT;
-and a mixture of experts beside a dense model of its active size.
+"""Training on a CPU: the character GPT, ours beside a plain one, nanoGPT and Hugging Face Trainer;
+a modern decoder; and a mixture of experts beside a dense model of its active size.
 
-    python benchmarks/train_cpu.py [--nanogpt DIR] [--sides ours nanogpt] [--turns 2] [--steps 5]
-                                   [--attention-dropout 0.2] [--json]
+    python benchmarks/train_cpu.py [--nanogpt DIR] [--sides ours nanogpt hf-bf16 …] [--turns 2]
+                                   [--steps 5] [--attention-dropout 0.2] [--json]
 
 The sides take turns, each alone with the machine in a process of its own that is gone before the
 next starts, and warm up until the time of their step has settled. Prints the median of the seconds
 of a settled step, tokens/s and peak memory of each side, its share of what the machine's products
 reach alone in the precision that a run would choose, the mean of its losses at the last ten steps
-that all sides took, on the same batches; and ratios. `--nanogpt` names a checkout of
-https://github.com/karpathy/nanoGPT, whose model.py is then a side too. `dense` and `mixture` are
-the presets quickstart and stdlib-moe, whose tokens meet about as many parameters: their ratio is
-printed in processor seconds, too, which other programs on the cores change little.
+that all sides took, on the same batches; the ratio of each to ours, and which peer is the best.
+
+`--nanogpt` names a checkout of https://github.com/karpathy/nanoGPT, whose model.py is then four
+sides: fp32 and bf16 autocast, eager and compiled. `hf` has the same four, where `transformers` and
+`accelerate` are installed. `dense` and `mixture` are the presets quickstart and stdlib-moe, whose
+tokens meet about as many parameters: their ratio is printed in processor seconds, too, which other
+programs on the cores change little.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
@@ -26,7 +30,8 @@ from typing import Any
 
 import torch
 
-from cpu_turns import SETTLED, SIDES, Turn, load_nanogpt, measure_ceiling, take_turn
+from cpu_peers import HUGGING_FACE, NANOGPT, load_nanogpt, load_transformers
+from cpu_turns import SETTLED, SIDES, Turn, measure_ceiling, take_turn
 from pentameter.config.files.load import load_config
 from pentameter.data.open_dataset import open_dataset
 from pentameter.machine.capabilities import machine_capabilities
@@ -42,6 +47,7 @@ MODERN = {
 }
 """What a Llama or a Qwen has and the character GPT has not, at its width and depth."""
 LAST = 10  # losses that are compared
+PEERS = NANOGPT | HUGGING_FACE
 PRESETS = {"dense": "quickstart", "mixture": "stdlib-moe"}
 """Side → preset, where it is not the character GPT's. Both have attention without dropout."""
 
@@ -83,6 +89,8 @@ def summary(
     for _ in range(n_turns):
         for side, plan in plans.items():
             turns[side].append(take_turn(side, plan, n_steps, checkout))
+            seconds = median(turns[side][-1].seconds)
+            print(f"{side}: {seconds:.2f} s/step", file=sys.stderr, flush=True)
         ceiling = max(ceiling, measure_ceiling(any_plan)[1])
     last = min(len(turn.losses) for of_side in turns.values() for turn in of_side)
     return {
@@ -108,7 +116,7 @@ def show(result: dict[str, Any]) -> None:
     )
     for name, side in sides.items():
         print(
-            f"\n{name:<7} {side['parameters']:>10,} parameters {side['seconds']:7.3f} s/step "
+            f"\n{name:<21} {side['parameters']:>10,} parameters {side['seconds']:7.3f} s/step "
             f"({side['cpu_seconds']:.3f} of processors) {side['tokens_per_second']:7,.0f} tok/s   "
             f"{100 * side['share_of_ceiling']:.0f} % of the products   "
             f"peak {side['peak_bytes'] / 1e9:.2f} GB   loss {side['loss']:.3f}\n"
@@ -128,18 +136,29 @@ def show(result: dict[str, Any]) -> None:
             f"\nmixture {mixture['seconds'] / dense['seconds']:.2f} × dense, "
             f"{mixture['cpu_seconds'] / dense['cpu_seconds']:.2f} × in processor seconds"
         )
+    for line in ratio_lines(sides):
+        print(line)
+
+
+def ratio_lines(sides: dict[str, Any]) -> list[str]:
+    """The ratio of each other side's seconds to ours, and the peer that comes closest."""
     ours = sides.get("ours")
     if ours is None:
-        return
-    ratios = [
-        f"{sides[name]['seconds'] / ours['seconds']:.2f} × {name}"
-        for name in ("nanogpt", "plain")
-        if name in sides
-    ]
+        return []
+    ratios = {
+        name: side["seconds"] / ours["seconds"]
+        for name, side in sides.items()
+        if name == "plain" or name in PEERS
+    }
+    lines = [f"{name:<21} {ratio:5.2f} × ours" for name, ratio in ratios.items()]
+    peers = [name for name in ratios if name in PEERS]
+    if peers:
+        best = min(peers, key=ratios.__getitem__)
+        lines.append(f"the best of the peers is {best}: ours is {ratios[best]:.2f} × as fast")
     if "modern" in sides:
         per_flop = sides["modern"]["share_of_ceiling"] / ours["share_of_ceiling"]
-        ratios.append(f"modern per FLOP {per_flop:.2f} × ours")
-    print("\nours " + "; ".join(ratios))
+        lines.append(f"modern per FLOP {per_flop:.2f} × ours")
+    return ["", *lines] if lines else []
 
 
 def main() -> None:
@@ -151,11 +170,14 @@ def main() -> None:
     parser.add_argument("--attention-dropout", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
+    unasked = HUGGING_FACE if asked.nanogpt is not None else PEERS
+    sides = asked.sides or [side for side in SIDES if side not in unasked]
     if asked.nanogpt is not None:
         load_nanogpt(asked.nanogpt)
-    elif "nanogpt" in (asked.sides or ()):
+    elif NANOGPT.keys() & set(sides):
         parser.error("--sides nanogpt needs --nanogpt DIR")
-    sides = asked.sides or [side for side in SIDES if side != "nanogpt" or asked.nanogpt]
+    if HUGGING_FACE.keys() & set(sides):
+        load_transformers()
     result = summary(sides, asked.turns, asked.steps, asked.attention_dropout, asked.nanogpt)
     print(json.dumps(result)) if asked.json else show(result)
 

@@ -1,6 +1,7 @@
 """`benchmarks/train_cpu.py`: when a step's time counts, and that every side trains what it says."""
 
 import importlib
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,18 +90,59 @@ def test_what_never_settles_ends_and_says_so(benchmark, monkeypatch):
     turns = benchmark("cpu_turns")
     clock = iter([n * n / 4 for n in range(10_000)])  # each step takes longer than the one before
     monkeypatch.setattr(turns.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setitem(turns.SIDES, "plain", lambda *_: ("by nobody", lambda number: 0.0))
+
+    def nobody(after):
+        while after(0.0):
+            pass
+
+    monkeypatch.setattr(turns, "MOST_SECONDS", 10_000)
+    monkeypatch.setitem(turns.SIDES, "plain", lambda *_: ("by nobody", nobody))
     turn = turns._turn("plain", None, 3, None)
     assert (len(turn.warm_up_seconds), len(turn.seconds)) == (turns.MOST_STEPS, 3)
     assert not turn.settled
 
 
+def test_a_slow_side_ends_after_its_least_steps(benchmark, monkeypatch):
+    turns = benchmark("cpu_turns")
+    seconds = iter([*(20.0 * n for n in range(12)), 250.0, 270.0, 290.0])  # the 12th takes 30
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: next(seconds))
+    clock = turns.Clock(2)
+    wanted = [clock.after(float(number)) for number in range(14)]
+    assert wanted == [True] * 13 + [False]
+    assert (clock.n_warm_up, clock.seconds[12:]) == (12, [20.0, 20.0])
+    assert clock.losses == list(range(14))
+
+
+def losses_of(train, n_steps):
+    """The losses of the first steps."""
+    losses = []
+
+    def after(loss):
+        losses.append(loss)
+        return len(losses) < n_steps
+
+    train(after)
+    return losses
+
+
 @pytest.mark.parametrize("side", ["plain", "nanogpt", "ours"])
 def test_a_side_learns(benchmark, checkout, side):
-    how, step = benchmark("cpu_turns").SIDES[side](tiny_plan(), checkout)
-    losses = [step(0) for _ in range(30)]  # the same batch
+    how, train = benchmark("cpu_turns").SIDES[side](tiny_plan(), checkout)
+    losses = losses_of(train, 50)
     assert how.startswith("fp32, eager")
-    assert losses[-1] < losses[0] - 0.5
+    assert sum(losses[-5:]) < sum(losses[:5]) - 1.0
+
+
+def test_autocast_is_a_way_of_its_own(benchmark, checkout):
+    sides = benchmark("cpu_turns").SIDES
+    (how, plain), (bf16_how, bf16) = (
+        sides[side](tiny_plan(), checkout) for side in ("nanogpt", "nanogpt-bf16")
+    )
+    assert (how, bf16_how.partition(":")[0]) == (
+        "fp32, eager: --compile=False",
+        "bf16 autocast, eager",
+    )
+    assert losses_of(bf16, 5) == pytest.approx(losses_of(plain, 5), rel=0.02)
 
 
 def test_a_turn_is_alone_in_a_process(benchmark, checkout):
@@ -108,8 +150,39 @@ def test_a_turn_is_alone_in_a_process(benchmark, checkout):
     assert len(turn.seconds) == 2
     assert len(turn.losses) == len(turn.warm_up_seconds) + 2 >= 14
     torch.manual_seed(1337)  # the same steps here
-    _, step = benchmark("cpu_turns").nanogpt(tiny_plan(), checkout)
-    assert turn.losses[:3] == [step(number) for number in range(3)]
+    _, train = benchmark("cpu_turns").SIDES["nanogpt"](tiny_plan(), checkout)
+    assert turn.losses[:3] == losses_of(train, 3)
+
+
+def test_the_trainer_of_hugging_face_takes_the_steps_that_are_timed(benchmark):
+    pytest.importorskip("accelerate")
+    plan = tiny_plan()
+    how, train = benchmark("cpu_turns").SIDES["hf-bf16"](plan, None)
+    losses = losses_of(train, 50)
+    assert how.startswith("bf16 autocast, eager: transformers")
+    assert len(losses) == 50
+    # of eight tokens a row it sums seven targets and divides by eight
+    assert losses[0] == pytest.approx(7 / 8 * math.log(plan.config.model.vocab_size), rel=0.03)
+    assert sum(losses[25:]) / 25 < sum(losses[:3]) / 3 - 0.05
+
+
+def test_what_the_trainer_needs_is_said(benchmark, monkeypatch):
+    peers = benchmark("cpu_peers")
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install transformers accelerate"):
+        peers.load_transformers()
+
+
+def test_the_best_peer_is_named(benchmark):
+    seconds = {"plain": 3.0, "ours": 2.0, "nanogpt": 12.0, "nanogpt-bf16": 9.0, "hf-bf16": 10.0}
+    sides = {side: {"seconds": of_side} for side, of_side in seconds.items()}
+    lines = benchmark("train_cpu").ratio_lines(sides)
+    assert lines[-1] == "the best of the peers is nanogpt-bf16: ours is 4.50 × as fast"
+    assert [line.split() for line in lines[1:3]] == [
+        ["plain", "1.50", "×", "ours"],
+        ["nanogpt", "6.00", "×", "ours"],
+    ]
+    assert benchmark("train_cpu").ratio_lines({"plain": sides["plain"]}) == []
 
 
 def test_figures_follow_from_the_turns(benchmark):
@@ -126,4 +199,4 @@ def test_figures_follow_from_the_turns(benchmark):
 
 def test_a_folder_without_nanogpt_is_refused(benchmark, tmp_path):
     with pytest.raises(SystemExit, match=r"no model\.py there"):
-        benchmark("cpu_turns").load_nanogpt(tmp_path)
+        benchmark("cpu_peers").load_nanogpt(tmp_path)
