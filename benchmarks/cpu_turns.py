@@ -44,9 +44,9 @@ SPREAD = 0.05
 TREND = 0.02
 
 SETTLED = (
-    f"at least {LEAST_STEPS} steps, the last {WINDOW} within {100 * SPREAD:.0f} % of one another "
-    f"and their median at most {100 * TREND:.0f} % below that of the {WINDOW} before; "
-    f"at most {MOST_STEPS}, or {MOST_SECONDS} s"
+    f"at least {LEAST_STEPS} steps (or as many as asked for), the last {WINDOW} within "
+    f"{100 * SPREAD:.0f} % of one another and their median at most {100 * TREND:.0f} % below "
+    f"that of the {WINDOW} before; at most {MOST_STEPS}, or {MOST_SECONDS} s"
 )
 """The rule of `settled`, for people."""
 
@@ -67,9 +67,9 @@ class Turn:
     other_cores: float
 
 
-def settled(seconds: Sequence[float]) -> bool:
+def settled(seconds: Sequence[float], least_steps: int = LEAST_STEPS) -> bool:
     """Whether the times of steps so far obey the rule SETTLED (but for its ends)."""
-    if len(seconds) < LEAST_STEPS:
+    if len(seconds) < least_steps:
         return False
     last, before = seconds[-WINDOW:], seconds[-2 * WINDOW : -WINDOW]
     steady = max(last) <= (1 + SPREAD) * min(last)
@@ -98,10 +98,11 @@ def ours(plan: Plan, checkout: Path | None) -> tuple[str, Train]:
 
 
 class Clock:
-    """The time of each step: of the first `n_warm_up`, and of `n_steps` that count after them."""
+    """The time of each step: of the first `n_warm_up`, and of `n_steps` that count after them. It
+    says each on stderr, after `name`: a turn takes minutes, and may be cut."""
 
-    def __init__(self, n_steps: int) -> None:
-        self.n_steps = n_steps
+    def __init__(self, name: str, n_steps: int, least_steps: int = LEAST_STEPS) -> None:
+        self.name, self.n_steps, self.least_steps = name, n_steps, least_steps
         self.n_warm_up = 0  # until they are over
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -115,14 +116,16 @@ class Clock:
         self.seconds.append(now[0] - self._start[0])
         self.cpu_seconds.append(now[1] - self._start[1])
         self._start = now
-        if not self.n_warm_up and (settled(self.seconds) or self._is_late()):
+        seconds, cpu_seconds = self.seconds[-1], self.cpu_seconds[-1]
+        print(f"{self.name} {seconds:.2f} s, {cpu_seconds:.2f} of processors", file=sys.stderr)
+        if not self.n_warm_up and (settled(self.seconds, self.least_steps) or self._is_late()):
             self.n_warm_up = len(self.seconds)
         return not self.n_warm_up or len(self.seconds) < self.n_warm_up + self.n_steps
 
     def _is_late(self) -> bool:
         n_steps = len(self.seconds)
         return n_steps >= MOST_STEPS or (
-            n_steps >= LEAST_STEPS and sum(self.seconds) > MOST_SECONDS
+            n_steps >= self.least_steps and sum(self.seconds) > MOST_SECONDS
         )
 
 
@@ -135,9 +138,16 @@ SIDES: dict[str, Side] = {
 """Side → what makes its step."""
 
 
-def take_turn(side: str, plan: Plan, n_steps: int, checkout: Path | None = None) -> Turn:
-    """A turn of a side in a process of its own: warmed up until it has settled, then `n_steps`."""
-    return _alone(_turn, side, plan, n_steps, checkout)
+def take_turn(
+    side: str,
+    plan: Plan,
+    n_steps: int,
+    checkout: Path | None = None,
+    least_steps: int = LEAST_STEPS,
+) -> Turn:
+    """A turn of a side in a process of its own: warmed up until it has settled, for `least_steps`
+    or more, then `n_steps`."""
+    return _alone(_turn, side, plan, n_steps, checkout, least_steps)
 
 
 def measure_ceiling(plan: Plan) -> tuple[str, float]:
@@ -151,11 +161,11 @@ def _alone(function: Callable[..., Any], *arguments: object) -> Any:
         return process.submit(function, *arguments).result()
 
 
-def _turn(side: str, plan: Plan, n_steps: int, checkout: Path | None) -> Turn:
+def _turn(side: str, plan: Plan, n_steps: int, checkout: Path | None, least_steps: int) -> Turn:
     others = OtherPrograms()
     with redirect_stdout(sys.stderr):  # nanoGPT and the Trainer print
         how, train = SIDES[side](plan, checkout)
-        clock = Clock(n_steps)
+        clock = Clock(side, n_steps, least_steps)
         train(clock.after)
     n_warm_up = clock.n_warm_up
     return Turn(
@@ -164,7 +174,7 @@ def _turn(side: str, plan: Plan, n_steps: int, checkout: Path | None) -> Turn:
         clock.seconds[:n_warm_up],
         clock.seconds[n_warm_up:],
         clock.cpu_seconds[n_warm_up:],
-        settled(clock.seconds[:n_warm_up]),
+        settled(clock.seconds[:n_warm_up], least_steps),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         others.cores(lambda own: [own]),
     )

@@ -2,7 +2,7 @@
 a modern decoder; and a mixture of experts beside a dense model of its active size.
 
     python benchmarks/train_cpu.py [--nanogpt DIR] [--sides ours nanogpt hf-bf16 …] [--turns 2]
-                                   [--steps 5] [--attention-dropout 0.2] [--json]
+                                   [--steps 5] [--least-steps 12] [--attention-dropout 0.2] [--json]
 
 The sides take turns, each alone with the machine in a process of its own that is gone before the
 next starts, and warm up until the time of their step has settled. Prints the median of the seconds
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 
 from cpu_peers import HUGGING_FACE, NANOGPT, load_nanogpt, load_transformers
-from cpu_turns import SETTLED, SIDES, Turn, measure_ceiling, take_turn
+from cpu_turns import LEAST_STEPS, SETTLED, SIDES, Turn, measure_ceiling, take_turn
 from pentameter.config.files.load import load_config
 from pentameter.data.open_dataset import open_dataset
 from pentameter.machine.capabilities import machine_capabilities
@@ -78,19 +77,16 @@ def side_summary(plan: Plan, turns: list[Turn], ceiling: float, last: int) -> di
     }
 
 
-def summary(
-    sides: list[str], n_turns: int, n_steps: int, attention_dropout: float, checkout: Path | None
-) -> dict[str, Any]:
-    """Everything the benchmark prints."""
-    plans = {side: plan_of(side, attention_dropout) for side in sides}
+def summary(sides: list[str], asked: argparse.Namespace) -> dict[str, Any]:
+    """Everything the benchmark prints, as `asked` on its command line."""
+    plans = {side: plan_of(side, asked.attention_dropout) for side in sides}
     any_plan = next(iter(plans.values()))
     precision, ceiling = measure_ceiling(any_plan)
     turns: dict[str, list[Turn]] = {side: [] for side in sides}
-    for _ in range(n_turns):
+    for _ in range(asked.turns):
         for side, plan in plans.items():
-            turns[side].append(take_turn(side, plan, n_steps, checkout))
-            seconds = median(turns[side][-1].seconds)
-            print(f"{side}: {seconds:.2f} s/step", file=sys.stderr, flush=True)
+            turn = take_turn(side, plan, asked.steps, asked.nanogpt, asked.least_steps)
+            turns[side].append(turn)
         ceiling = max(ceiling, measure_ceiling(any_plan)[1])
     last = min(len(turn.losses) for of_side in turns.values() for turn in of_side)
     return {
@@ -167,6 +163,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--least-steps", type=int, default=LEAST_STEPS, metavar="N")
     parser.add_argument("--attention-dropout", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
@@ -178,7 +175,7 @@ def main() -> None:
         parser.error("--sides nanogpt needs --nanogpt DIR")
     if HUGGING_FACE.keys() & set(sides):
         load_transformers()
-    result = summary(sides, asked.turns, asked.steps, asked.attention_dropout, asked.nanogpt)
+    result = summary(sides, asked)
     print(json.dumps(result)) if asked.json else show(result)
 
 

@@ -97,7 +97,7 @@ def test_what_never_settles_ends_and_says_so(benchmark, monkeypatch):
 
     monkeypatch.setattr(turns, "MOST_SECONDS", 10_000)
     monkeypatch.setitem(turns.SIDES, "plain", lambda *_: ("by nobody", nobody))
-    turn = turns._turn("plain", None, 3, None)
+    turn = turns._turn("plain", None, 3, None, turns.LEAST_STEPS)
     assert (len(turn.warm_up_seconds), len(turn.seconds)) == (turns.MOST_STEPS, 3)
     assert not turn.settled
 
@@ -106,7 +106,7 @@ def test_a_slow_side_ends_after_its_least_steps(benchmark, monkeypatch):
     turns = benchmark("cpu_turns")
     seconds = iter([*(20.0 * n for n in range(12)), 250.0, 270.0, 290.0])  # the 12th takes 30
     monkeypatch.setattr(turns.time, "perf_counter", lambda: next(seconds))
-    clock = turns.Clock(2)
+    clock = turns.Clock("a", 2)
     wanted = [clock.after(float(number)) for number in range(14)]
     assert wanted == [True] * 13 + [False]
     assert (clock.n_warm_up, clock.seconds[12:]) == (12, [20.0, 20.0])
