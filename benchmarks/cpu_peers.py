@@ -159,6 +159,7 @@ def hugging_face(
                     seed=plan.config.seed,
                     logging_steps=1,  # without it no loss of a step is told
                     save_strategy="no",
+                    disable_tqdm=True,
                     report_to="none",
                 ),
                 train_dataset=_rows(plan),

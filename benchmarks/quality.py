@@ -11,14 +11,15 @@ run to the end (that takes hours): its seconds are the median of its settled ste
 this run; without, those that are on record (STEPS). The peer is the plain GPT (`plain_gpt.py`), or
 any side of nanoGPT or Hugging Face: name the one that `train_cpu.py` calls the best.
 
-With `--estimate` no race is run to its end either: each preset trains to its second evaluation
-after step 0, with the first seed, and its seconds are carried on to the step on record. The machine
-must do nothing else.
+With `--estimate` no race is run to its end either: each preset trains for SAMPLE_STEPS with the
+first seed, and a race is reckoned from its start, its steps, an evaluation, and the steps on
+record. The machine must do nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -32,66 +33,92 @@ TARGET = 1.4697  # nanoGPT's published best for its character preset
 RECIPE = "shakespeare-char"  # whose arithmetic the peers do
 STEPS = {"shakespeare-char": 1500, "shakespeare-fast": 500}
 """Preset → steps to TARGET on record (`measurements/presets.md`)."""
+SAMPLE_STEPS = 12  # of which an estimate is made
+LEAST_PEER_STEPS = 6  # before a peer's step counts in an estimate
 
 
 class Race:
-    """A hook that stops a run at the target, and remembers where that was; or, if `n_evaluations`
-    is given, after so many evaluations of later steps than 0."""
+    """A hook that stops a run at the target, and remembers where that was."""
 
-    def __init__(self, target: float, n_evaluations: int | None = None) -> None:
+    def __init__(self, target: float) -> None:
         self.start = time.perf_counter()
         self.target = target
-        self.n_evaluations = n_evaluations
         self.losses: dict[int, float] = {}
-        self.times: dict[int, float] = {}
         self.steps: int | None = None
         self.seconds: float | None = None
 
     def on_eval(self, run: Any, metrics: Any) -> None:
         if metrics.split != "val" or self.steps is not None:
             return
-        now = time.perf_counter() - self.start
         self.losses[metrics.step] = metrics.loss
-        if metrics.step > 0:
-            self.times[metrics.step] = now
         if metrics.loss <= self.target:
-            self.steps, self.seconds = metrics.step, now
+            self.steps, self.seconds = metrics.step, time.perf_counter() - self.start
             run.stop("target reached")
-        elif len(self.times) == self.n_evaluations:
+
+
+class Sample:
+    """A hook that stops a run at its first evaluation after step 0, and tells from its times how
+    long a whole race takes."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.ends: list[float] = []  # of steps
+        self.evaluation = 0.0
+
+    def on_step(self, run: Any, metrics: Any) -> None:
+        self.ends.append(time.perf_counter() - self.start)
+
+    def on_eval(self, run: Any, metrics: Any) -> None:
+        if metrics.split == "val" and self.ends:
+            self.evaluation = time.perf_counter() - self.start - self.ends[-1]
             run.stop("enough for an estimate")
 
-
-def seconds_at(n_steps: int, times: dict[int, float]) -> float:
-    """The seconds at which step `n_steps` is over, of a run whose evaluated steps were over at
-    `times`: as many seconds a step from the last of them on as between the last two."""
-    (before, seconds_before), (last, seconds_last) = sorted(times.items())[-2:]
-    return seconds_last + (n_steps - last) * (seconds_last - seconds_before) / (last - before)
+    def times(self) -> dict[str, float]:
+        """Seconds to the end of the first step, of each step after it, and of an evaluation."""
+        step = statistics.median(b - a for a, b in itertools.pairwise(self.ends))
+        return {"first": self.ends[0], "step": step, "evaluation": self.evaluation}
 
 
-def run_one(preset: str, seed: int, target: float, n_evaluations: int | None) -> None:
-    """Train one run, and print its result as JSON."""
-    race = Race(target, n_evaluations)  # before anything is imported
+def race_seconds(n_steps: int, interval: int, times: dict[str, float]) -> float:
+    """The seconds of a race of `n_steps` that evaluates every `interval`, of a Sample's times."""
+    evaluations = n_steps // interval * times["evaluation"]
+    return times["first"] + (n_steps - 1) * times["step"] + evaluations
+
+
+def run_one(preset: str, seed: int, target: float, estimate: bool) -> None:
+    """Train one run, or the sample of one, and print its result as JSON."""
+    race, sample = Race(target), Sample()  # before anything is imported
     import pentameter as pm
     from pentameter.config.files.load import load_config
 
     # What only shows progress would cost time that is not the recipe's.
     shown = {"train.eval_train_tokens": None, "train.sample_interval": None}
-    config = load_config(preset, {"seed": seed, "train.device": "cpu", **shown})
+    settings = {"seed": seed, "train.device": "cpu", **shown}
+    config = load_config(preset, settings)
+    interval = config.train.eval_interval
+    assert isinstance(interval, int)
+    if estimate:
+        config = load_config(preset, settings | {"train.eval_interval": SAMPLE_STEPS})
     with tempfile.TemporaryDirectory() as folder:
-        pm.Trainer(config, run_dir=Path(folder) / "run", hooks=[race], quiet=True).fit()
-    steps, seconds = race.steps, race.seconds
-    if n_evaluations is not None:
-        steps, seconds = STEPS[preset], seconds_at(STEPS[preset], race.times)
-    found = {"steps": steps, "seconds": seconds, "losses": race.losses, "times": race.times}
+        hook = sample if estimate else race
+        pm.Trainer(config, run_dir=Path(folder) / "run", hooks=[hook], quiet=True).fit()
+    found: dict[str, Any] = {"steps": race.steps, "seconds": race.seconds, "losses": race.losses}
+    if estimate:
+        times = sample.times()
+        seconds = race_seconds(STEPS[preset], interval, times)
+        found = {"steps": STEPS[preset], "seconds": seconds, "times": times}
     print(json.dumps(found))
 
 
-def peer_seconds_per_step(peer: str, n_steps: int, checkout: Path | None) -> float:
+def peer_seconds_per_step(asked: argparse.Namespace) -> float:
     """The median time of a step of a side of `train_cpu.py`, once it has settled."""
-    from cpu_turns import take_turn
+    from cpu_turns import LEAST_STEPS, take_turn
     from train_cpu import plan_of
 
-    return statistics.median(take_turn(peer, plan_of(peer, 0.0), n_steps, checkout).seconds)
+    least = LEAST_PEER_STEPS if asked.estimate else LEAST_STEPS
+    plan = plan_of(asked.peer, 0.0)
+    turn = take_turn(asked.peer, plan, asked.peer_steps, asked.nanogpt, least)
+    return statistics.median(turn.seconds)
 
 
 def race_of(preset: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +140,7 @@ def say_races(preset: str, races: list[dict[str, Any]], target: float, estimate:
     reached = [race for race in races if race["steps"] is not None]
     means = f"{spread([race['seconds'] for race in reached])} s" if reached else "no time"
     if estimate:
-        times = ", ".join(f"step {step}: {at:.1f} s" for step, at in races[0]["times"].items())
+        times = ", ".join(f"{part} {at:.2f} s" for part, at in races[0]["times"].items())
         print(f"{preset}: estimated {means} for {STEPS[preset]} steps, of {times}", flush=True)
         return
     steps = f" in {spread([race['steps'] for race in reached])} steps" if reached else ""
@@ -136,7 +163,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one is not None:
-        run_one(asked.one[0], int(asked.one[1]), asked.target, 2 if asked.estimate else None)
+        run_one(asked.one[0], int(asked.one[1]), asked.target, asked.estimate)
         return
     if asked.peer.startswith("nanogpt") and asked.nanogpt is None:
         parser.error(f"--peer {asked.peer} needs --nanogpt DIR")
@@ -149,7 +176,7 @@ def main() -> None:
             steps = [race["steps"] for race in races if race["steps"] is not None] or steps
         if not asked.json:
             say_races(preset, races, asked.target, asked.estimate)
-    per_step = peer_seconds_per_step(asked.peer, asked.peer_steps, asked.nanogpt)
+    per_step = peer_seconds_per_step(asked)
     seconds = statistics.fmean(steps) * per_step
     result["peer"] = {"side": asked.peer, "seconds_per_step": per_step, "seconds": seconds}
     if asked.json:

@@ -48,10 +48,13 @@ def test_losses_of_the_training_split_win_no_race(quality, clock):
     assert (race.steps, race.losses) == (None, {})
 
 
-def test_an_estimate_stops_after_its_evaluations(quality, clock):
-    race = quality.Race(1.5, n_evaluations=2)
-    run = Run(race, clock, [4.0, 3.0, 2.0, 1.4])
-    assert (run.reason, race.steps) == ("enough for an estimate", None)
-    assert race.times == {50: 20.0, 100: 30.0}
-    # the first 50 steps hold the start, which is paid once
-    assert quality.seconds_at(500, race.times) == pytest.approx(30.0 + 400 * 0.2)
+def test_an_estimate_pays_the_start_once(quality, clock):
+    sample = quality.Sample()
+    run = Run(sample, clock, [4.0])  # of the untrained model
+    for seconds in (50.0, 2.0, 9.0, 2.0):  # compiles; one is disturbed
+        clock.now += seconds
+        sample.on_step(run, None)
+    Run(sample, clock, [3.0])
+    assert sample.times() == {"first": 60.0, "step": 2.0, "evaluation": 10.0}
+    assert run.reason is None
+    assert quality.race_seconds(500, 50, sample.times()) == 60 + 499 * 2 + 10 * 10
