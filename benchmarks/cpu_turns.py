@@ -1,9 +1,9 @@
 """The sides of `train_cpu.py`, and a turn of one of them: alone, and timed once it has settled.
 
 A step is slow at first: code is compiled, heaps grow, pages are faulted in. On two cores a plain
-step needs about ten of them. So a turn warms up until the time of a step has settled, by the rule
-of `settled`, and only then counts. A turn has a process of its own, which is gone before the next
-begins, with its memory and its threads.
+step needs about ten of them. So a turn warms up until the processor time of a step, which other
+programs change less than its seconds, has settled by the rule of `settled`, and only then counts.
+A turn has a process of its own, which is gone before the next begins, with its memory and threads.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ SPREAD = 0.05
 TREND = 0.02
 
 SETTLED = (
-    f"at least {LEAST_STEPS} steps (or as many as asked for), the last {WINDOW} within "
-    f"{100 * SPREAD:.0f} % of one another and their median at most {100 * TREND:.0f} % below "
-    f"that of the {WINDOW} before; at most {MOST_STEPS}, or {MOST_SECONDS} s"
+    f"at least {LEAST_STEPS} steps (or as many as asked for), the processor time of the last "
+    f"{WINDOW} within {100 * SPREAD:.0f} % of one another and their median at most "
+    f"{100 * TREND:.0f} % below that of the {WINDOW} before; "
+    f"at most {MOST_STEPS}, or {MOST_SECONDS} s"
 )
 """The rule of `settled`, for people."""
 
@@ -68,8 +69,8 @@ class Turn:
 
 
 def settled(seconds: Sequence[float], least_steps: int = LEAST_STEPS) -> bool:
-    """Whether the times of steps so far obey the rule SETTLED (but for its ends)."""
-    if len(seconds) < least_steps:
+    """Whether the processor times of steps so far obey the rule SETTLED (but for its ends)."""
+    if len(seconds) < max(least_steps, WINDOW + 1):
         return False
     last, before = seconds[-WINDOW:], seconds[-2 * WINDOW : -WINDOW]
     steady = max(last) <= (1 + SPREAD) * min(last)
@@ -118,7 +119,7 @@ class Clock:
         self._start = now
         seconds, cpu_seconds = self.seconds[-1], self.cpu_seconds[-1]
         print(f"{self.name} {seconds:.2f} s, {cpu_seconds:.2f} of processors", file=sys.stderr)
-        if not self.n_warm_up and (settled(self.seconds, self.least_steps) or self._is_late()):
+        if not self.n_warm_up and (settled(self.cpu_seconds, self.least_steps) or self._is_late()):
             self.n_warm_up = len(self.seconds)
         return not self.n_warm_up or len(self.seconds) < self.n_warm_up + self.n_steps
 
@@ -174,7 +175,7 @@ def _turn(side: str, plan: Plan, n_steps: int, checkout: Path | None, least_step
         clock.seconds[:n_warm_up],
         clock.seconds[n_warm_up:],
         clock.cpu_seconds[n_warm_up:],
-        settled(clock.seconds[:n_warm_up], least_steps),
+        settled(clock.cpu_seconds[:n_warm_up], least_steps),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         others.cores(lambda own: [own]),
     )

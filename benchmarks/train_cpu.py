@@ -142,15 +142,18 @@ def ratio_lines(sides: dict[str, Any]) -> list[str]:
     if ours is None:
         return []
     ratios = {
-        name: side["seconds"] / ours["seconds"]
+        name: (side["seconds"] / ours["seconds"], side["cpu_seconds"] / ours["cpu_seconds"])
         for name, side in sides.items()
         if name == "plain" or name in PEERS
     }
-    lines = [f"{name:<21} {ratio:5.2f} × ours" for name, ratio in ratios.items()]
+    lines = [
+        f"{name:<21} {seconds:5.2f} × ours, {cpu_seconds:.2f} × in processor seconds"
+        for name, (seconds, cpu_seconds) in ratios.items()
+    ]
     peers = [name for name in ratios if name in PEERS]
     if peers:
         best = min(peers, key=ratios.__getitem__)
-        lines.append(f"the best of the peers is {best}: ours is {ratios[best]:.2f} × as fast")
+        lines.append(f"the best of the peers is {best}: ours is {ratios[best][0]:.2f} × as fast")
     if "modern" in sides:
         per_flop = sides["modern"]["share_of_ceiling"] / ours["share_of_ceiling"]
         lines.append(f"modern per FLOP {per_flop:.2f} × ours")
