@@ -1,6 +1,6 @@
 """The plain lines of a long preparation."""
 
-from pentameter.data.progress import ProgressLines
+from pentameter.data.progress import ENCODING, MERGING, TRAINING, ProgressBars, ProgressLines
 
 
 class Clock:
@@ -60,3 +60,28 @@ def test_a_total_that_was_too_small_or_nothing_breaks_no_line():
         "reading the text: 0% · 0 of 0 MB",
         "reading the text: 100% · 3 of 2 MB · 0.3 MB/s · 0:00:00 left",
     ]
+
+
+def test_bars_of_a_pass_without_an_end_and_of_what_follows_it():
+    from rich.progress import Progress
+
+    bars = Progress(disable=True)
+    progress = ProgressBars(bars)
+    progress(TRAINING, 5, 10)
+    progress(MERGING, 0, 10)
+    training, merging = bars.tasks
+    assert (training.completed, training.total) == (5, 10)
+    assert merging.total is None  # so it moves, and tells no share
+    progress(ENCODING, 3, 10)
+    progress(ENCODING, 10, 10)
+    assert merging.finished
+    assert [task.description for task in bars.tasks] == [TRAINING, MERGING, ENCODING]
+    assert bars.tasks[-1].finished
+
+
+def test_a_pass_without_an_end_has_one_line():
+    said = []
+    progress = ProgressLines(said.append)
+    progress(MERGING, 0, 10)
+    progress(MERGING, 0, 10)
+    assert said == ["merging pairs into the tokenizer's tokens"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -218,18 +218,21 @@ class BpeTokenizer(LibraryBacked):
         if len(known) < len(self.tokens):
             twice = next(t for n, t in enumerate(self.tokens) if known[t] != n)
             raise ConfigError(f"token {twice!a} stands more than once in the vocabulary")
-        for number, token in enumerate(self.tokens):
-            if not token or not BYTE_CHARACTERS.keys() >= set(token):
+        alphabet = BYTE_CHARACTERS.keys()
+        is_written_right = alphabet >= set("".join(self.tokens)) and "" not in known
+        for number, token in enumerate(() if is_written_right else self.tokens):
+            if not token or not alphabet >= set(token):
                 raise ConfigError(
                     f"token {number}, {token!a}, is not written in the alphabet of byte-level BPE; "
                     "only GPT-2's kind of vocabulary is supported"
                 )
-        if missing := BYTE_CHARACTERS.keys() - known.keys():
+        if missing := alphabet - known.keys():
             raise ConfigError(
                 f"the vocabulary lacks {len(missing)} of the 256 single bytes, such as "
                 f"{min(missing)!a}; some text could not be encoded"
             )
-        for number, merge in enumerate(self.merges):
+        of_merges = {*chain.from_iterable(self.merges), *map("".join, self.merges)}
+        for number, merge in enumerate(() if known.keys() >= of_merges else self.merges):
             absent = [token for token in (*merge, "".join(merge)) if token not in known]
             if absent:
                 raise ConfigError(
@@ -251,7 +254,7 @@ def _with_offsets(library: Any, texts: Sequence[str]) -> list[Encoded]:
 
     parts: list[list[Encoded]] = [[] for _ in texts]
     left = cut()
-    while batch := list(itertools.islice(left, _BATCH_CHUNKS)):
+    while batch := list(islice(left, _BATCH_CHUNKS)):
         encodings = library.encode_batch([chunk for _, _, chunk in batch], add_special_tokens=False)
         for (number, start, _), encoding in zip(batch, encodings, strict=True):
             parts[number].append(Encoded.of(encoding, start))
