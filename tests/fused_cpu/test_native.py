@@ -110,7 +110,16 @@ def test_a_library_is_built_once(machine, monkeypatch, tmp_path, name):
 
 @X86
 @pytest.mark.parametrize(
-    ("name", "cpu"), [("vector", "AVX2"), ("vector", "AVX-512 BF16"), ("AMX", "AMX")]
+    ("name", "cpu"),
+    [
+        ("AMX", "AMX"),
+        *(
+            (name, cpu)
+            for name in native.FILES
+            if name != "AMX"
+            for cpu in ("AVX2", "AVX-512 BF16")
+        ),
+    ],
 )
 def test_every_cpus_library_can_be_built_anywhere(machine, name, cpu):
     """What this CPU cannot run it can compile, so that no edit breaks it unseen."""

@@ -15,7 +15,7 @@ from pentameter.fused_cpu import native
 from pentameter.generation import few_rows as few_rows_module
 from pentameter.generation.few_rows import MOST_ROWS, FewRows, few_rows, multiplying_by
 from pentameter.generation.loop import Generation, sampled_tokens
-from pentameter.machine.capabilities import machine_capabilities
+from pentameter.machine.capabilities import compiler_command, machine_capabilities
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.matmul import PLAIN, Matmul
 
@@ -29,6 +29,7 @@ HUGE = 2.0**60
 def library() -> None:
     reason = native.load("rows", machine_capabilities())
     if reason is not None:
+        assert compiler_command() is None or "cannot be built" not in reason, reason
         pytest.skip(reason)
 
 
