@@ -68,5 +68,5 @@ def test_micro_batches_round_weights_once(step_bytes):
     whole, _ = count(step_bytes)
     halves, _ = count(step_bytes, **{"train.micro_batch_size": ROWS // 2})
     for counted in (whole, halves):
-        rounded = {key: n for key, n in counted.moved.items() if key[1] == "_stacked"}
-        assert rounded == {key: n for key, n in whole.moved.items() if key[1] == "_stacked"}
+        rounded = {key: n for key, n in counted.moved.items() if key[1] == "fold"}
+        assert rounded == {key: n for key, n in whole.moved.items() if key[1] == "fold"}

@@ -13,6 +13,7 @@ import torch
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import kernels as kernels_module
 from pentameter.fused_cpu.step import fused_loss_sum
+from pentameter.fused_cpu.vector import linear
 from pentameter.model.compiled import plainly
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
@@ -188,20 +189,18 @@ def test_micro_batches_share_what_is_folded_of_the_weights(monkeypatch, variant)
     config = ModelConfig(**{**BASE, **VARIANTS[variant]})
     tokens, targets = batch()
     keys = dropout_keys(config, 3, 5, range(len(tokens)))
-    stack, stacked = kernels_module._stacked, []
-    monkeypatch.setattr(
-        kernels_module, "_stacked", lambda *given: stacked.append(given) or stack(*given)
-    )
+    fold, folded = linear._fold, []
+    monkeypatch.setattr(linear, "_fold", lambda *given: folded.append(given) or fold(*given))
     gradients, counts = [], []
-    for context in (contextlib.nullcontext(), kernels_module.folding_once()):
+    for context in (contextlib.nullcontext(), linear.folding_once()):
         model = randomised(config, torch.float32)
         with plainly(), context:
             for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
                 given = tokens[rows], targets[rows], keys[rows]
                 fused_loss_sum(model, *given, torch.bfloat16).backward()
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
-        counts.append(len(stacked))
-        stacked.clear()
+        counts.append(len(folded))
+        folded.clear()
     assert counts == [3 * counts[1], counts[1]]
     assert counts[1] > 0
     for anew, kept in zip(*gradients, strict=True):
@@ -213,8 +212,8 @@ def test_weights_are_folded_again_after_the_step():
     with plainly():
         for value in (1.0, 2.0):
             weight.fill_(value)
-            with kernels_module.folding_once():
-                low = kernels_module.fold((weight,), None, torch.bfloat16)
+            with linear.folding_once():
+                low = linear.fold((weight,), None, torch.bfloat16)
             assert torch.equal(low, weight.bfloat16())
 
 

@@ -15,9 +15,6 @@ two random words per batch row, from which the mask is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -87,40 +84,12 @@ def transpose(x: Tensor) -> Tensor:
 # (x · scale) · Wᵀ = x · (W · scale)ᵀ. So no pass over all rows is needed for its gradient.
 
 
-_folded: ContextVar[dict[Hashable, tuple[Tensor, object]] | None] = ContextVar(
-    "_folded", default=None
-)
-
-
-@contextmanager
-def folding_once() -> Iterator[None]:
-    """Context manager for a step's passes, in which no weight changes: inside it `fold` keeps its
-    results, and the next micro-batch gets the same tensors."""
-    token = _folded.set({})
-    try:
-        yield
-    finally:
-        _folded.reset(token)
-
-
+@kernel
 def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return one matrix in `dtype` for several linear layers that read the same tensor: their
     weights (…, n, k) stacked by rows, each multiplied by `scale` (k,), the weight of the norm
     before them, unless it is None. Experts' layers have weights (E, n, k), and are stacked expert
-    by expert. Do not write to it: others may read it (`folding_once`)."""
-    kept = _folded.get()
-    if kept is None:
-        return _stacked(weights, scale, dtype)
-    key = (*map(id, weights), id(scale), dtype)
-    if key not in kept:
-        # The weights, too, or another tensor might get the number of one that is gone.
-        kept[key] = _stacked(weights, scale, dtype), (weights, scale)
-    return kept[key][0]
-
-
-@kernel
-def _stacked(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the result of `fold`, computed anew."""
+    by expert."""
     scaled = [weight if scale is None else weight * scale for weight in weights]
     return torch.cat(scaled, -2).to(dtype)
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches.step import Batch, evaluation_rows
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu.kernels import folding_once
+from pentameter.fused_cpu.vector.linear import folding_once
 from pentameter.machine.on_host import on_host
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.parallel import gradients

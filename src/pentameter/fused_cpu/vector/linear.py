@@ -5,6 +5,10 @@ copies."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -29,9 +33,38 @@ class _Rows(Struct):
     _fields_ = fields(int64="M D rows low")
 
 
+_folded: ContextVar[dict[Hashable, tuple[Tensor, object]] | None] = ContextVar(
+    "_folded", default=None
+)
+
+
+@contextmanager
+def folding_once() -> Iterator[None]:
+    """Context manager for a step's passes, in which no weight changes: inside it `fold` keeps its
+    results, and the next micro-batch gets the same tensors."""
+    token = _folded.set({})
+    try:
+        yield
+    finally:
+        _folded.reset(token)
+
+
 def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return one matrix in `dtype` for several linear layers, as `kernels.fold` does: their weights
-    (…, n, k) stacked by rows, each times `scale` (k,) unless it is None."""
+    (…, n, k) stacked by rows, each times `scale` (k,) unless it is None. Do not write to it: others
+    may read it (`folding_once`)."""
+    kept = _folded.get()
+    if kept is None:
+        return _fold(weights, scale, dtype)
+    key = (*map(id, weights), id(scale), dtype)
+    if key not in kept:
+        # The weights, too, or another tensor might get the number of one that is gone.
+        kept[key] = _fold(weights, scale, dtype), (weights, scale)
+    return kept[key][0]
+
+
+def _fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the result of `fold`, computed anew."""
     if not _can_fold(weights, scale, dtype):
         return kernels.fold(weights, scale, dtype)
     *experts, _, k = weights[0].shape
