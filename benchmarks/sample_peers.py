@@ -15,7 +15,7 @@ what this machine reads of a long array.
 
 from __future__ import annotations
 
-from pentameter.machine.load.idle_threads import prepare_threads
+from pentameter.machine.load.idle_threads import IdleThreads, prepare_threads
 
 prepare_threads()  # as the command line does, before torch is imported
 
@@ -302,4 +302,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with IdleThreads():  # as the command line
+        main()

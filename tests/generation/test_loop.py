@@ -121,6 +121,24 @@ def test_logits_through_the_cache_are_those_of_the_window(context_length: int) -
         np.testing.assert_allclose(window.next_logits(text[:, :n]), expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_nothing_is_read_of_the_cache_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    """A host's memory is not set to zero first."""
+    model, prompt, sampling = make_model(sliding_window=window), np.arange(3), Sampling()
+    expected = tokens_of(model, prompt, 30, sampling, num_samples=2)
+    make = KVCache.__init__
+
+    def make_of_nan(cache: KVCache, *arguments: Any, **named: Any) -> None:
+        make(cache, *arguments, **named)
+        for each in (*cache.keys, *cache.values):
+            each.fill_(float("nan"))
+
+    monkeypatch.setattr(KVCache, "__init__", make_of_nan)
+    assert tokens_of(model, prompt, 30, sampling, num_samples=2) == expected
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -281,7 +281,9 @@ class _Window:
         self._kernels = partial(chosen_kernels, weight.device, weight.dtype)
         self._steps = Captured(weight.device, is_on=can_be_captured(weight.device, model.config))
         with torch.inference_mode():
-            self._cache = KVCache(model.config, n_samples, weight.device, weight.dtype)
+            self._cache = KVCache(
+                model.config, n_samples, weight.device, weight.dtype, zeroed=self._steps.is_on
+            )
 
     def next_logits(self, text: Tokens) -> Floats:
         """Return logits (B, V) for the token after `text` (B, n). Call it with n one larger each

@@ -59,13 +59,16 @@ class KVCache:
         batch_size: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        *,
+        zeroed: bool = False,
     ) -> None:
+        """zeroed: fill the memory with zeros, as a NewestTokenCache of it needs."""
         n_heads, *channels = config.cached_per_token
+        # A host gives memory once it is written to: a short text takes little of a long context.
+        make = torch.zeros if zeroed else torch.empty
         self.keys, self.values = (
             [
-                torch.zeros(
-                    (batch_size, n_heads, config.context_length, n), device=device, dtype=dtype
-                )
+                make((batch_size, n_heads, config.context_length, n), device=device, dtype=dtype)
                 for _ in range(config.n_layers)
             ]
             for n in channels
@@ -109,7 +112,8 @@ class KVCache:
 
 class NewestTokenCache(KVCache):
     """The memory of a `cache` for one more token per sequence at `position`, a tensor (1,) on the
-    device. All layers read the first n_keys positions, whatever they hold."""
+    device. All layers read the first n_keys positions; the cache must be `zeroed`, as attention
+    hides those that hold no token, and 0 times NaN is NaN."""
 
     def __init__(self, cache: KVCache, position: Tensor, n_keys: int) -> None:
         self.keys, self.values, self.length = cache.keys, cache.values, 0
