@@ -195,6 +195,17 @@ def test_the_live_line_has_the_curve_of_the_loss(trainer):
     assert shown[-1].startswith("loss 3.9550 █")
 
 
+def test_a_word_of_the_machine_stands_after_the_step_at_which_it_came(trainer, capsys):
+    words = iter([None, "idle threads sleep meanwhile", None])
+    with Console() as trainer.console:
+        lines = RunLines(lambda: next(words))
+        for step in (9, 10, 11):
+            lines.on_step(trainer, metrics(step))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in said] == ["step", "idle"]
+    assert said[1] == "idle threads sleep meanwhile"
+
+
 class Terminal:
     """A live line; what it shows."""
 
