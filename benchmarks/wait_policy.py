@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--nanogpt", type=Path)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no loop is left behind
     sides = [(name, POLICIES[name], None) for name in asked.policies]
     if asked.nanogpt is not None:
         sides.append(("nanogpt", {}, asked.nanogpt))
