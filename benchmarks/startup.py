@@ -6,8 +6,9 @@
 from the command to the end of its update, once with empty caches (PyTorch's compiler's and ours)
 and once more. It is taken apart in the same process: each part's seconds are its own, without
 those of parts within it, and what is left is `other`. The compiler's runs are counted beside them:
-several may run at once. Evaluation's share is that of a run at the preset's intervals, from its own
-metrics.
+several may run at once. A busy machine spoils the processor's seconds least, which are those of
+the process and of the programs that it ran. Evaluation's share is that of a run at the preset's
+intervals, from its own metrics.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import functools
 import importlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -50,6 +52,7 @@ class Stopwatch:
         self.parts: dict[str, float] = {}
         self.within: list[float] = [0.0]
         self.total: float | None = None
+        self.processor = 0.0
         self.compiler: list[float] = []
 
     def measure(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +91,8 @@ class Stopwatch:
             try:
                 return timed(*arguments, **named)
             finally:
-                self.total = self.total or time.time() - self.started
+                if self.total is None:
+                    self.total, self.processor = time.time() - self.started, processor_seconds()
 
         setattr(owner, names[-1], last)
 
@@ -125,8 +129,19 @@ def take_apart(started: float, arguments: list[str], report: Path) -> None:
     code = run_command()
     assert watch.total is not None, f"no step was made; exit code {code}"
     watch.parts["other"] = watch.total - sum(watch.parts.values())
-    found = {"total": watch.total, "parts": watch.parts, "compiler": watch.compiler}
+    found = {
+        "total": watch.total,
+        "processor": watch.processor,
+        "parts": watch.parts,
+        "compiler": watch.compiler,
+    }
     report.write_text(json.dumps(found))
+
+
+def processor_seconds() -> float:
+    """Seconds for which cores computed for this process and for those that it waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def seconds_of(arguments: list[str]) -> float:
@@ -191,6 +206,7 @@ def main() -> None:
         for state in ("cold", "warm"):
             found = first_step(asked.preset, folder, state, asked.also)
             result[f"first_step_{state}_seconds"] = found["total"]
+            result[f"{state}_processor_seconds"] = found["processor"]
             result[f"{state}_parts"] = found["parts"]
             result[f"{state}_compiler_runs"] = len(found["compiler"])
             result[f"{state}_compiler_seconds"] = sum(found["compiler"])
