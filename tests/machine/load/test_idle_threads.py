@@ -91,6 +91,29 @@ def test_threads_sleep_while_other_programs_want_the_cores(monkeypatch, load):
 
 
 @LINUX_ONLY
+@pytest.mark.parametrize("n_may_start", [0, 1])
+def test_no_team_is_opened_where_its_threads_may_not_start(monkeypatch, load, n_may_start):
+    """OpenMP ends the process whose threads it cannot start."""
+    real, started = threading.Thread.start, []
+
+    def start(thread):
+        if len(started) == n_may_start:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    with IdleThreads(2, ALONE) as idle:
+        load["cores"] = 1.0
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            idle._look()
+        assert n_holders() == 0
+        assert not any(thread.is_alive() for thread in started)
+        idle._look()
+        assert n_holders() == 1
+
+
+@LINUX_ONLY
 @pytest.mark.parametrize(("n_threads", "policy"), [(1, None), (2, "active")])
 def test_nobody_looks_where_no_thread_waits_or_the_user_chose(monkeypatch, load, n_threads, policy):
     if policy:
@@ -117,7 +140,7 @@ def test_waiting_threads_sleep_while_more_are_managed_than_there_are_cores():
     """The runtime's own rule, with a spin count that the environment sets."""
     code = """
 import os, time, torch
-from pentameter.machine.load.idle_threads import _Teams
+from pentameter.machine.load.idle_threads import _n_teams, _Teams
 n = len(os.sched_getaffinity(0))
 torch.set_num_threads(max(2, n))
 numbers = torch.empty(1 << 20)
@@ -127,7 +150,7 @@ def waits():
     time.sleep(0.2)
     return time.process_time() - start
 waits()  # its own threads are managed from here on
-teams = _Teams(max(2, n), n)
+teams = _Teams(_n_teams(max(2, n), n))
 asleep = min(waits() for _ in range(3))
 teams.close()
 print(asleep, max(waits() for _ in range(3)))

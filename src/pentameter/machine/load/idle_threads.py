@@ -130,7 +130,9 @@ class IdleThreads:
         others = (busy - self._before[0]) - (used - self._before[1])
         self._before, self._busy_cores = now, max(0.0, others) / max(seconds, 1e-3)
         if self._sleep is None and self._busy_cores >= BUSY_CORES:
-            self._sleep = _Teams(self._n_threads, len(self._cores))
+            n_teams = _n_teams(self._n_threads, len(self._cores))
+            if _may_start(n_teams * self._n_threads):
+                self._sleep = _Teams(n_teams)
         elif self._busy_cores < QUIET_CORES:
             self._spin()
 
@@ -146,6 +148,31 @@ class IdleThreads:
         return busy_seconds(self._cores, with_stolen=False), used, time.monotonic()
 
 
+def _n_teams(n_threads: int, n_cores: int) -> int:
+    """Return the number of further teams of n_threads, at least 2, with which OpenMP manages more
+    threads than the `n_cores` that it counts."""
+    return max(1, -(-(n_cores + 1 - n_threads) // (n_threads - 1)))
+
+
+def _may_start(n_threads: int) -> bool:
+    """Return True if this process may start n_threads more at once. Where the system's limit lets
+    it not, OpenMP would end the process."""
+    closing = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(n_threads):
+            thread = threading.Thread(target=closing.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        return False
+    finally:
+        closing.set()
+        for thread in started:
+            thread.join()
+    return True
+
+
 class _Teams:
     """Threads of OpenMP that never compute. While this object is open, all idle threads of the
     process sleep.
@@ -155,11 +182,8 @@ class _Teams:
     It counts the team of every thread that has computed in parallel, until that thread ends.
     """
 
-    def __init__(self, n_threads: int, n_cores: int) -> None:
-        """n_threads: number of threads of a team, at least 2. n_cores: number of cores that the
-        runtime counts."""
+    def __init__(self, n_teams: int) -> None:
         self._closing = threading.Event()
-        n_teams = max(1, -(-(n_cores + 1 - n_threads) // (n_threads - 1)))
         self._opened = threading.Barrier(n_teams + 1)
         self._holders = [threading.Thread(target=self._hold, daemon=True) for _ in range(n_teams)]
         for holder in self._holders:
