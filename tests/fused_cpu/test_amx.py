@@ -3,6 +3,7 @@ tiles, or where it has none on emulated ones."""
 
 import pytest
 import torch
+from threads import check_same_on_any_threads, on_some_threads
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import native
@@ -103,14 +104,7 @@ def test_the_result_does_not_depend_on_threads():
     projected = torch.randn(5, 70, 8 * 32, generator=generator).bfloat16()
     g = torch.randn(5, 70, 4 * 32, generator=generator).bfloat16()
     keys = torch.arange(10, dtype=torch.int32).view(5, 2)
-    before = torch.get_num_threads()
-    answers = []
-    try:
-        for n_threads in (1, 2, 3):
-            torch.set_num_threads(n_threads)
-            answers.append(attention(AmxAttention, projected, others, g, keys, shape))
-    finally:
-        torch.set_num_threads(before)
+    answers = on_some_threads(lambda: attention(AmxAttention, projected, others, g, keys, shape))
     for answer in answers[1:]:
         # A bias's gradient is a sum that PyTorch divides by threads.
         for x, first in zip(answer[:2], answers[0][:2], strict=True):
@@ -172,16 +166,9 @@ def test_a_feed_forward_layer_equals_the_products(M, D, n, kind, biased):
 
 
 def test_a_feed_forward_layer_does_not_depend_on_threads():
-    before = torch.get_num_threads()
-    answers = []
-    try:
-        for n_threads in (1, 2, 3):
-            torch.set_num_threads(n_threads)
-            answers.append(run_layer(AmxFeedForward.apply, *layer(288, 32, 32, "gelu", False)))
-    finally:
-        torch.set_num_threads(before)
-    for answer in answers[1:]:
-        assert all(map(torch.equal, answer, answers[0]))
+    check_same_on_any_threads(
+        lambda: run_layer(AmxFeedForward.apply, *layer(288, 32, 32, "gelu", False))
+    )
 
 
 @pytest.mark.parametrize("kind", ["gelu", "relu"])

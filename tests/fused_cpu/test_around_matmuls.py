@@ -3,6 +3,7 @@ give, in registers of any width; nothing of a step is left to `torch.compile`.""
 
 import pytest
 import torch
+from threads import check_same_on_any_threads
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import attention_kernels, kernels, native, vector_kernels
@@ -190,23 +191,19 @@ def test_no_result_around_matmuls_depends_on_threads(loaded):
         (100, 48), (48,), (100, 48), (1, 100, 48), (48,)
     )
     targets = torch.arange(100)[None] % 48
-    before, answers = torch.get_num_threads(), []
-    try:
-        for n_threads in (1, 2, 3):
-            torch.set_num_threads(n_threads)
-            given = projected.clone().requires_grad_()
-            y = CausalAttention.apply(shape, keys, given, bias, None, None, *tables)
-            y.backward(g)
-            rows = [logits.clone().requires_grad_(), g_bias.clone().requires_grad_()]
-            value = loss.BiasedLoss.apply(*rows, targets, 48)
-            value.backward()
-            (unfolded,), g_scale = linear.unfold(g_weight, (weight,), scale)
-            answers.append([y.detach(), given.grad, value.detach(), unfolded, g_scale])
-            answers[-1] += [linear.sum_rows(weight), *(x.grad for x in rows)]
-    finally:
-        torch.set_num_threads(before)
-    for answer in answers[1:]:
-        assert all(map(torch.equal, answer, answers[0]))
+
+    def computed():
+        given = projected.clone().requires_grad_()
+        y = CausalAttention.apply(shape, keys, given, bias, None, None, *tables)
+        y.backward(g)
+        rows = [logits.clone().requires_grad_(), g_bias.clone().requires_grad_()]
+        value = loss.BiasedLoss.apply(*rows, targets, 48)
+        value.backward()
+        (unfolded,), g_scale = linear.unfold(g_weight, (weight,), scale)
+        results = [y.detach(), given.grad, value.detach(), unfolded, g_scale]
+        return [*results, linear.sum_rows(weight), *(x.grad for x in rows)]
+
+    check_same_on_any_threads(computed)
 
 
 def test_what_the_kernels_do_not_take_is_left_to_others(loaded):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from threads import check_same_on_any_threads
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import activations, attention_kernels, kernels, native
@@ -173,23 +174,19 @@ def test_no_result_depends_on_threads(loaded):
     x, y, g_x, g_norm = (torch.randn(5, 60, 64, generator=generator) for _ in range(4))
     bias, keys = torch.randn(64, generator=generator), random_keys(generator, 5)
     kind = kernels.NormKind(True, 1e-5)
-    before, answers = torch.get_num_threads(), []
-    try:
-        for n_threads in (1, 2, 3):
-            torch.set_num_threads(n_threads)
-            leaves = [leaf.clone().requires_grad_() for leaf in (x, y, bias)]
-            results = AddNorm.apply(*leaves, keys, 0.2, kind)
-            torch.autograd.backward(results, (g_x, g_norm))
-            answers.append([
-                activate(h, bias, "gelu", False),
-                *activation_gradients(g, h, bias, "gelu", False),
-                *results,
-                *(leaf.grad for leaf in leaves),
-            ])  # fmt: skip
-    finally:
-        torch.set_num_threads(before)
-    for answer in answers[1:]:
-        assert all(map(torch.equal, answer, answers[0]))
+
+    def computed():
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, y, bias)]
+        results = AddNorm.apply(*leaves, keys, 0.2, kind)
+        torch.autograd.backward(results, (g_x, g_norm))
+        return [
+            activate(h, bias, "gelu", False),
+            *activation_gradients(g, h, bias, "gelu", False),
+            *results,
+            *(leaf.grad for leaf in leaves),
+        ]  # fmt: skip
+
+    check_same_on_any_threads(computed)
 
 
 def test_what_the_kernels_do_not_take_is_left_to_pytorch(loaded):

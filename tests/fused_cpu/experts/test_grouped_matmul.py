@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import check_same_on_any_threads
 
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.experts import grouped_matmul
@@ -92,16 +93,12 @@ def test_no_product_depends_on_threads(kernels, monkeypatch):
     kernels_used(monkeypatch)
     ends = torch.tensor([320, 320, 352, 640])
     rows, weight, g = random_operands(5, 700, 4, 64, 96)
-    before, answers = torch.get_num_threads(), []
-    try:
-        for n_threads in (1, 2, 3):
-            torch.set_num_threads(n_threads)
-            gradients = input_gradient(g, weight, ends), weight_gradient(g, rows, ends)
-            answers.append((linear(rows, weight, None, ends), *gradients))
-    finally:
-        torch.set_num_threads(before)
-    for answer in answers[1:]:
-        assert all(map(torch.equal, answer, answers[0]))
+
+    def computed():
+        gradients = input_gradient(g, weight, ends), weight_gradient(g, rows, ends)
+        return (linear(rows, weight, None, ends), *gradients)
+
+    check_same_on_any_threads(computed)
 
 
 def test_what_the_kernels_do_not_take_is_left_to_others(loaded, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import check_same_on_any_threads
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu.experts import router as fused
@@ -126,26 +127,22 @@ def test_logits_that_are_not_numbers_choose_each_expert_once(width):
 
 def test_no_choice_depends_on_threads(loaded):
     h, g = torch.randn(3, 60, 16), torch.randn(180, 2)
-    before, answers = torch.get_num_threads(), []
-    try:
-        for n_threads in (1, 2, 3):
-            torch.set_num_threads(n_threads)
-            router = router_of(router_renormalize=True)
-            leaves = [h, torch.ones(16), torch.linspace(-1, 1, 96).view(6, 16)]
-            leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-            routing = route(router, router_logits(*leaves))
-            routing.weights.backward(g)
-            answers.append([
-                routing.experts,
-                routing.weights.detach(),
-                *(leaf.grad for leaf in leaves),
-                router.counts,
-                router.logit_sums,
-            ])  # fmt: skip
-    finally:
-        torch.set_num_threads(before)
-    for answer in answers[1:]:
-        assert all(map(torch.equal, answer, answers[0]))
+
+    def computed():
+        router = router_of(router_renormalize=True)
+        leaves = [h, torch.ones(16), torch.linspace(-1, 1, 96).view(6, 16)]
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        routing = route(router, router_logits(*leaves))
+        routing.weights.backward(g)
+        return [
+            routing.experts,
+            routing.weights.detach(),
+            *(leaf.grad for leaf in leaves),
+            router.counts,
+            router.logit_sums,
+        ]  # fmt: skip
+
+    check_same_on_any_threads(computed)
 
 
 @pytest.mark.parametrize(
