@@ -8,10 +8,11 @@ import time
 import pytest
 from preparing import prepare, text_of_documents
 
-from pentameter.data.prepare.encoders import batches, encoded, processes_for
+from pentameter.data.prepare.encoders import encoded, processes_for
 from pentameter.data.prepare.splits import Passage
 from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
+from pentameter.data.tokenizers.chunking import batches
 from pentameter.errors import ConfigError, StorageError
 from pentameter.machine import cores_and_memory as cores
 

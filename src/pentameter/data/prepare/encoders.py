@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.chunking import batches
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.disk.lock import scratch_folder
-from pentameter.errors import PentameterError, StorageError
+from pentameter.errors import StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
 from pentameter.machine.cores_and_memory import n_usable_cores
 
@@ -30,33 +31,9 @@ if TYPE_CHECKING:  # each process imports this file, and needs nothing of what r
     Passages = list[Passage]
     Encoded = tuple[Passages, list[npt.NDArray[Any]]]
 
-Item = TypeVar("Item")
-
 BATCH_CHARACTERS = 1 << 19
 WORTH_PROCESSES_BYTES = 1 << 23  # they take about half a second to start
 BATCHES_AHEAD = 2  # per process: one at work, one waiting
-
-
-def batches(
-    items: Iterable[Item], most_characters: int, n_characters: Callable[[Item], int]
-) -> Iterator[list[Item]]:
-    """Group `items` into lists, and yield them. A list ends with the item that brings the sum of
-    `n_characters(item)` to `most_characters` or more. If reading the next item raises an error, the
-    items before it are yielded first."""
-    batch: list[Item] = []
-    held = 0
-    try:
-        for item in items:
-            batch.append(item)
-            held += n_characters(item)
-            if held >= most_characters:
-                yield batch
-                batch, held = [], 0
-    except PentameterError:
-        yield batch
-        raise
-    if batch:
-        yield batch
 
 
 def _counted(passage: Passage) -> int:

@@ -25,7 +25,6 @@ from pentameter.data.corpora.conversations import Chat, Conversation, Conversati
 from pentameter.data.corpora.files import check_encodable
 from pentameter.data.corpora.records.rows import BadRowError, RowsRead
 from pentameter.data.corpora.text import utf8_size
-from pentameter.data.prepare.encoders import batches
 from pentameter.data.prepare.preparation import Contents, Preparation
 from pentameter.data.prepare.splits import IS_BY_DOCUMENT, Splitting
 from pentameter.data.progress import READING
@@ -41,6 +40,7 @@ from pentameter.data.tokenizers.chat import (
     escaped,
     unescaped,
 )
+from pentameter.data.tokenizers.chunking import batches
 from pentameter.data.tokenizers.render_client import Rendering, prompt_of_answers, prompt_remark
 from pentameter.data.tokenizers.renderer import Documents, RenderRequest, n_characters_of
 from pentameter.data.tokenizers.template_forms import QUESTION

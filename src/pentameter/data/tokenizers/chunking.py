@@ -1,4 +1,5 @@
-"""Splitting long text into chunks for a tokenizer, without changing its ids.
+"""Splitting long text into chunks for a tokenizer, without changing its ids, and grouping pieces
+into batches.
 
 Characters can be split anywhere; for words and BPE a boundary is before the first whitespace after
 a word. Only if none comes within `LONGEST_CHUNK` characters is a text split elsewhere: no text is
@@ -9,7 +10,12 @@ chunks with at least that length.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from pentameter.errors import PentameterError
+
+Item = TypeVar("Item")
 
 # Before the first whitespace behind a word. GPT-2's pre-tokenisation always ends a match there
 # (only a leading space joins what follows, and only runs of whitespace look ahead), and so do
@@ -49,6 +55,28 @@ def last_boundary(text: str) -> int:
     """
     found = _LAST_BOUNDARY.match(text)
     return found.end() if found else 0
+
+
+def batches(
+    items: Iterable[Item], most_characters: int, n_characters: Callable[[Item], int]
+) -> Iterator[list[Item]]:
+    """Group `items` into lists, and yield them. A list ends with the item that brings the sum of
+    `n_characters(item)` to `most_characters` or more. If reading the next item raises an error, the
+    items before it are yielded first."""
+    batch: list[Item] = []
+    held = 0
+    try:
+        for item in items:
+            batch.append(item)
+            held += n_characters(item)
+            if held >= most_characters:
+                yield batch
+                batch, held = [], 0
+    except PentameterError:
+        yield batch
+        raise
+    if batch:
+        yield batch
 
 
 class Chunker:

@@ -20,7 +20,7 @@ from typing import Any
 from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer
 from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.byte_level.words import Words
-from pentameter.data.tokenizers.chunking import chunks
+from pentameter.data.tokenizers.chunking import batches, chunks
 from pentameter.errors import ConfigError, StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
 
@@ -65,15 +65,16 @@ def train_bpe(
             f"bytes and {', '.join(special_texts)}"
         )
     n_tokens = vocab_size - len(special_texts)  # these are added below
-    batches = _batches(_training_chunks(documents, special_texts))
-    first = next(batches, [])
-    second = next(batches, None)
+    pieces = _training_chunks(documents, special_texts)
+    cut = batches(pieces, WORTH_A_PROCESS_CHARACTERS, len)
+    first = next(cut, [])
+    second = next(cut, None)
     if not any(first):
         raise ConfigError("a BPE tokenizer needs text to be trained on; this one is empty")
     if second is None:
         merges, n_left_out = learned(first, n_tokens)
     else:
-        merges, n_left_out = _learned_in_a_process(chain([first, second], batches), n_tokens)
+        merges, n_left_out = _learned_in_a_process(chain([first, second], cut), n_tokens)
     if n_left_out and warnings is not None:
         warnings.append(
             f"the text has more than {MOST_WORD_BYTES >> 20} MiB of different words; the tokenizer "
@@ -103,13 +104,13 @@ def learned(texts: Iterable[str], n_tokens: int) -> Learned:
     return [(left, right) for left, right in merges], seen.n_left_out
 
 
-def _learned_in_a_process(batches: Iterable[list[str]], n_tokens: int) -> Learned:
+def _learned_in_a_process(parts: Iterable[list[str]], n_tokens: int) -> Learned:
     """Return what `learned` returns for batches of texts, from a process that ends with this call.
     Raises StorageError if it cannot be started or ends early."""
     child = PythonChild(f"{__name__}:learner", str(n_tokens), task="train the tokenizer")
     try:
-        for batch in batches:
-            child.ask(batch)
+        for part in parts:
+            child.ask(part)
         found: Learned = child.ask(None)
         return found
     except ChildEndedError as error:
@@ -170,19 +171,6 @@ class SeenWords:
                     yield "".join(some)
                 else:
                     self.n_left_out += sum(1 for _ in some)
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield texts in lists, each of WORTH_A_PROCESS_CHARACTERS or little more, but the last."""
-    batch, n_characters = list[str](), 0
-    for text in texts:
-        batch.append(text)
-        n_characters += len(text)
-        if n_characters >= WORTH_A_PROCESS_CHARACTERS:
-            yield batch
-            batch, n_characters = [], 0
-    if batch:
-        yield batch
 
 
 def _training_chunks(documents: Iterable[str], special_texts: Sequence[str]) -> Iterator[str]:
