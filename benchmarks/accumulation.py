@@ -14,53 +14,31 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 import torch
 
+from cpu_turns import Step, step_of
 from gpu_sides import random_batches
 from pentameter.config.files.load import load_config
 from pentameter.machine.capabilities import machine_capabilities
-from pentameter.optim.build import build_optimizer
-from pentameter.parallel.assemble import assemble
-from pentameter.planning.plan import Plan, make_plan
-from pentameter.train.compute import choose_compute
-from pentameter.train.update import update_weights
+from pentameter.planning.plan import make_plan
 
 WARM_UP_STEPS = 2  # of each size, in turns: kernels are compiled, heaps grow
-
-Step = Callable[[int], float]
-"""Trains the step of this number and returns its mean loss."""
-
-
-def step_of(plan: Plan) -> tuple[str, Step]:
-    """How the step of a plan is computed, in words, and the step."""
-    compute = choose_compute(plan)
-    engine = assemble(plan, compute.device, compute.precision, compiled=compute.compiled)
-    config = plan.config.optimizer
-    optimizer = build_optimizer(engine.named_parameters(), plan.table, config)
-    batches = random_batches(plan)
-
-    def step(number: int) -> float:
-        loss = engine.forward_backward(batches.batch(number, engine.rows), number)
-        rate = config.learning_rate
-        update_weights(engine, optimizer, loss, rate, 1.0, config.clip_norm)
-        return loss.mean
-
-    return f"{compute.precision}: {compute.compile_reason}", step
 
 
 def measure(steps: Sequence[Step], seconds: float) -> tuple[list[list[float]], list[list[float]]]:
     """The seconds of each side's steps, by round, and their processor seconds."""
+    begun = time.perf_counter()
     for number in range(WARM_UP_STEPS):
         for step in steps:
             step(number)
     wall: list[list[float]] = [[] for _ in steps]
     processor: list[list[float]] = [[] for _ in steps]
-    print(f"warm after {time.perf_counter():.0f} s", flush=True)
+    print(f"warm after {time.perf_counter() - begun:.0f} s", flush=True)
     deadline, number = time.perf_counter() + seconds, WARM_UP_STEPS
     while time.perf_counter() < deadline:
         sides = list(range(len(steps)))
@@ -97,7 +75,7 @@ def main() -> None:
     steps: list[Step] = []
     for size in sizes:
         plan = make_plan(load_config(asked.preset, given | {"train.micro_batch_size": size}))
-        how, step = step_of(plan)
+        how, step = step_of(plan, random_batches(plan).batch)
         steps.append(step)
     print(
         f"{machine_capabilities().cpu.name}, torch {torch.__version__}; {asked.preset}, {how}",

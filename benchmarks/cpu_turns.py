@@ -77,13 +77,22 @@ def settled(seconds: Sequence[float], least_steps: int = LEAST_STEPS) -> bool:
     return steady and median(last) >= (1 - TREND) * median(before)
 
 
+Step = Callable[[int], float]
+"""Trains the step of this number and returns its mean loss."""
+
+
 def ours(plan: Plan, checkout: Path | None) -> tuple[str, Train]:
     """How the step of this package is computed, and what trains by it as the trainer does."""
+    how, step = step_of(plan, _batches(plan))
+    return how, one_by_one(step)
+
+
+def step_of(plan: Plan, batch: Callable[[int], Any]) -> tuple[str, Step]:
+    """How the step of this package is computed, and the step; `batch` gives that of its number."""
     engine = choose_compute(plan)
     stage = assemble(plan, engine.device, engine.precision, compiled=engine.compiled)
     config = plan.config.optimizer
     optimizer = build_optimizer(stage.named_parameters(), plan.table, config)
-    batch = _batches(plan)
 
     def step(number: int) -> float:
         loss = stage.forward_backward(batch(number), number).mean
@@ -95,7 +104,7 @@ def ours(plan: Plan, checkout: Path | None) -> tuple[str, Train]:
         return loss
 
     compiled = "compiled" if engine.compiled else "eager"
-    return f"{engine.precision}, {compiled}: {engine.compile_reason}", one_by_one(step)
+    return f"{engine.precision}, {compiled}: {engine.compile_reason}", step
 
 
 class Clock:

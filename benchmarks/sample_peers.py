@@ -49,16 +49,11 @@ from pentameter.model.matmul import PLAIN
 from pentameter.serve.batching import Batcher
 from pentameter.serve.continuation import Continuation, TextRequest
 from pentameter.serve.passes import Slots
+from serve import MODELS as SERVED
 from serve import save_run, tokenizer_for
 
 MODELS = {
-    "character": ModelConfig(
-        vocab_size=65,
-        context_length=256,
-        n_layers=6,
-        d_model=384,
-        attention=AttentionConfig(n_heads=6),
-    ),
+    "character": SERVED["character"],
     "qwen3": ModelConfig(  # as wide as the published model of 0.6 billion, with 12 layers of 28
         vocab_size=32768,
         context_length=512,
