@@ -24,6 +24,7 @@ from pentameter.model.compiled import kernel
 from pentameter.model.dropout import drop, stream_index
 
 ROWS_PER_SUM = 64
+"""Rows per partial sum, of which a sum over all rows is made."""
 PADDING = 64  # elements: one or two lines of a cache
 
 

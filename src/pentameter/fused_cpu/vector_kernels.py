@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from pentameter.fused_cpu.activations import curve
+from pentameter.fused_cpu.kernels import ROWS_PER_SUM
 from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
 from pentameter.model.dropout import keep_bound, rows_per_block
-
-ROWS_PER_BIAS_SUM = 64
-"""Token rows per partial sum in a bias gradient."""
 
 
 class SubLayerEnd(NamedTuple):
@@ -118,7 +116,7 @@ def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
     B, T, D = y.shape
     scale = 1 / (1 - how.p) if how.p else 0.0
     sizes = (B * T, T, D, rows_per_block(T, D) or T)
-    flags = (how.centred, ROWS_PER_BIAS_SUM, y.dtype is torch.bfloat16)
+    flags = (how.centred, ROWS_PER_SUM, y.dtype is torch.bfloat16)
     return _AddNorm(how.bias, how.keys, *sizes, *flags, keep_bound(how.p), scale, how.eps)
 
 
@@ -179,5 +177,5 @@ def _activation(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> _Acti
     table = curve(kind) if low else None
     number = _FORMULAS[kind] if table is None else _TABLE
     pieces, per_unit = (None, 0.0) if table is None else table
-    sizes = (h.numel() // N, N, N // (1 + gated), ROWS_PER_BIAS_SUM, low, number)
+    sizes = (h.numel() // N, N, N // (1 + gated), ROWS_PER_SUM, low, number)
     return _Activation(bias, pieces, *sizes, per_unit)

@@ -1,7 +1,6 @@
-"""What linear layers need beside their matmuls, by the C++ kernels in `cpp/linear.cpp`, or where
-these do not take a tensor by those of `torch.compile` (`fused_cpu/kernels.py`): weights with a
-norm's weight folded in, the way back for their gradients, sums over rows, and transposed
-copies."""
+"""Linear layers beside their matmuls, by the C++ kernels in `cpp/linear.cpp`, or where these do not
+take a tensor by those of `torch.compile` (`fused_cpu/kernels.py`): weights with a norm's weight
+folded in, the way back for their gradients, sums over rows, and transposed copies."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ import torch
 from torch import Tensor
 
 from pentameter.fused_cpu import kernels
+from pentameter.fused_cpu.kernels import ROWS_PER_SUM
 from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
-
-ROWS_PER_SUM = 64
-"""Rows per partial sum, of which a sum over all rows is made."""
 
 
 class _Fold(Struct):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pentameter.fused_cpu.kernels import ROWS_PER_SUM
 from pentameter.fused_cpu.native import Struct, call, fields, serves
-from pentameter.fused_cpu.vector.linear import ROWS_PER_SUM
 from pentameter.model.loss import compiled_row_loss
 
 
