@@ -110,18 +110,17 @@ def run(arguments: list[str]) -> int:
         _print_expert_choices(loaded, prompt, as_json=asked.json)
         return 0
     ends = ends_of_answers(loaded.tokenizer) if asked.chat else frozenset[int]()
-    if _is_loop(asked):
-        with IdleThreads():
-            _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat, system=asked.system)
-        return 0
-    tokenizer = loaded.tokenizer
-    ids = (
-        encode_chat(tokenizer, prompt, system=asked.system)
-        if asked.chat
-        else encode_prompt(tokenizer, prompt)
-    )
-    continues = bool(prompt) and not asked.chat
     with IdleThreads():
+        if _is_loop(asked):
+            _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat, system=asked.system)
+            return 0
+        tokenizer = loaded.tokenizer
+        ids = (
+            encode_chat(tokenizer, prompt, system=asked.system)
+            if asked.chat
+            else encode_prompt(tokenizer, prompt)
+        )
+        continues = bool(prompt) and not asked.chat
         steps, samples = _sampled(loaded, ids, settings, ends, continues=continues)
         if asked.json:
             _print_json(steps, samples, prompt)

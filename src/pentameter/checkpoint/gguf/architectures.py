@@ -129,12 +129,17 @@ def _not_computed(found: Architecture, model: ModelConfig) -> Iterator[str]:
     defaults = architecture(type(model)())
     window, context = model.attention.sliding_window, model.context_length
     for key, value in architecture(model).items():
-        listed = possible.get(key)
-        if listed == "any" or (listed == "set" and value is not None):
-            continue
-        if listed is None and value == defaults[key]:
-            continue
-        if (ABSENT if value is None else value) in (listed or ()) and listed != "set":
+        match listed := possible.get(key):
+            case None:
+                is_computed, others = value == defaults[key], ""
+            case "any":
+                is_computed, others = True, ""
+            case "set":
+                is_computed, others = value is not None, "a number"
+            case _:
+                is_computed = (ABSENT if value is None else value) in listed
+                others = ", ".join(map(shown, listed))
+        if is_computed:
             continue
         if key.startswith("attention.sliding_window") and window is not None and window >= context:
             continue  # such a window leaves out nothing
@@ -142,5 +147,5 @@ def _not_computed(found: Architecture, model: ModelConfig) -> Iterator[str]:
             continue  # by which scores are divided anyway
         by_depth = {each for values in found.by_layers.values() for each in values} - {"n_layers"}
         depth = f" with {model.n_layers} layers" if key in by_depth else ""
-        others = "a number" if listed == "set" else ", ".join(map(shown, listed or ()))
-        yield f"model.{key}={shown(value)}{depth}" + f" (only {others})" * bool(others)
+        wanted = f" (only {others})" if others else ""
+        yield f"model.{key}={shown(value)}{depth}{wanted}"

@@ -1,4 +1,4 @@
-"""How this process's idle threads wait for their next work: spinning, or asleep, while other
+"""The waiting of this process's idle threads for their next work: spinning, or asleep while other
 programs want the cores.
 
 A step on a CPU has thousands of places where threads wait for each other. Spinning threads see at

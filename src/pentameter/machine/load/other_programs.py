@@ -1,4 +1,5 @@
-"""How busy other programs keep this machine's cores, and how long a thread works among them."""
+"""The load of other programs on this machine's cores, and the time that a thread works among
+them."""
 
 from __future__ import annotations
 
