@@ -89,6 +89,25 @@ def processor_seconds(pid: int) -> float:
     return sum(map(int, _about(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
+def family_seconds() -> float:
+    """Return the CPU seconds that this process and all that it began, directly or not, have used,
+    whether ended or alive, such as a compiler's workers; without a /proc only those that ended."""
+    own = sum(os.times()[:4])
+    if not (numbers := _process_numbers()):
+        return own
+    parents = {pid: int(fields[1]) for pid in numbers if (fields := _about(pid))}
+    family = [os.getpid()]
+    for parent in family:  # which grows meanwhile
+        family += [pid for pid, its_parent in parents.items() if its_parent == parent]
+    return own + sum(map(processor_seconds, family[1:]))
+
+
+def _process_numbers() -> list[int]:
+    with suppress(OSError):
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return []
+
+
 def is_stopped(pid: int) -> bool:
     """Return True if a process is suspended by a signal such as SIGSTOP; False if there is no
     /proc."""

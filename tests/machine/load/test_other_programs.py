@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
+from pentameter.disk.owner import family_seconds
 from pentameter.machine.cores_and_memory import usable_cores
 from pentameter.machine.load import other_programs
 from pentameter.machine.load.other_programs import BusyTime, OtherPrograms
@@ -26,17 +29,29 @@ def test_another_program_is_noticed_and_this_one_is_not():
     alone = others.cores(World().all_gather)
     others = OtherPrograms()
     before = os.times()
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    orphan = f"{sys.executable} -c 'while True: pass' > /dev/null & echo $!"  # none of our children
+    busy = int(subprocess.check_output(["sh", "-c", orphan]))
     try:
         time.sleep(1.0)
         beside = others.cores(World().all_gather)
         assert os.times()[0] - before[0] < 0.5  # which its own seconds did not hide
     finally:
-        busy.kill()
-        busy.wait()
+        os.kill(busy, signal.SIGKILL)
     assert 0 <= alone < len(usable_cores())
     assert beside > 0.2
     assert beside <= len(usable_cores()) + 0.1
+
+
+@LINUX_ONLY
+def test_what_living_children_compute_is_no_other_program():
+    code = "while __import__('time').process_time() < 0.4: pass\nprint(flush=True); input()"
+    nested = f"{sys.executable} -c {shlex.quote(code)}; true"  # a child of the shell
+    before = family_seconds()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["sh", "-c", nested], **pipes) as shell:
+        shell.stdout.readline()  # it has computed, and lives
+        assert family_seconds() - before > 0.35
+        shell.stdin.close()
 
 
 @pytest.mark.parametrize("own_cores", [[{0}, {1}], [{0, 1}, {0, 1}]], ids=["bound", "common"])
@@ -45,7 +60,7 @@ def test_ranks_see_one_load_whichever_cores_they_may_use(monkeypatch, own_cores)
     now = [0.0]
     monkeypatch.setattr(other_programs.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(other_programs, "busy_seconds", lambda cores: 0.8 * now[0] * len(cores))
-    monkeypatch.setattr(other_programs, "_process_seconds", lambda: 0.5 * now[0])
+    monkeypatch.setattr(other_programs, "family_seconds", lambda: 0.5 * now[0])
     ranks = []
     for cores in map(frozenset, own_cores):
         monkeypatch.setattr(other_programs, "usable_cores", lambda cores=cores: cores)

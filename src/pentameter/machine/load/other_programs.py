@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pentameter.disk.owner import family_seconds
 from pentameter.machine.cores_and_memory import cpu_quota, usable_cores
 
 Collect = Callable[[Any], list[Any]]
@@ -24,17 +25,17 @@ noise."""
 
 class OtherPrograms:
     """Measures how much other programs load the cores that this run's processes use, averaged since
-    this object was made."""
+    this object was made. What those processes began, such as a compiler's workers, is none."""
 
     def __init__(self) -> None:
         self._cores = usable_cores()
-        self._start = busy_seconds(self._cores), _process_seconds(), time.monotonic()
+        self._start = busy_seconds(self._cores), family_seconds(), time.monotonic()
 
     def cores(self, collect: Collect) -> float:
         """Return how many cores programs outside this run kept busy on this machine, on average
         since construction. collect: all-gather over the run's ranks (`World.all_gather`).
         Collective."""
-        busy, used, now = busy_seconds(self._cores), _process_seconds(), time.monotonic()
+        busy, used, now = busy_seconds(self._cores), family_seconds(), time.monotonic()
         node = platform.node()
         mine = node, self._cores, busy - self._start[0], used - self._start[1]
         here = [each[1:] for each in collect(mine) if each[0] == node]
@@ -54,11 +55,6 @@ class OtherPrograms:
             f"other programs keep {min(cores, n):.1f} of this machine's {n} cores busy; steps will "
             "take longer than they need to"
         )
-
-
-def _process_seconds() -> float:
-    """Return the CPU seconds that this process and its ended children have used."""
-    return sum(os.times()[:4])
 
 
 def busy_seconds(cores: Collection[int], *, with_stolen: bool = True) -> float:
