@@ -35,7 +35,7 @@ from gpu_day_page import write_page
 ITEMS = {  # item → (module, most seconds, measures)
     "facts": ("gpu_day_right", 60, False),
     "equal": ("gpu_day_right", 120, False),
-    "compiled": ("gpu_day_right", 120, False),
+    "compiled": ("gpu_day_right", 170, False),
     "compiler": ("gpu_day_compiler", 100, False),
     "graphs": ("gpu_day_graphs", 75, False),
     "syncs": ("gpu_day_right", 90, False),
@@ -51,11 +51,11 @@ ITEMS = {  # item → (module, most seconds, measures)
     "attention": ("gpu_day_attention", 75, True),
     "pieces": ("gpu_day_pieces", 75, True),
     "mixtures": ("gpu_day_experts", 75, True),
-    "fp8": ("gpu_day_fp8", 30, True),
+    "fp8": ("gpu_day_fp8", 75, True),
     "forms": ("gpu_day_pieces", 120, True),
     "stream": ("gpu_day_speed", 75, True),
     "124m": ("gpu_day_speed", 130, True),
-    "char": ("gpu_day_speed", 90, True),
+    "char": ("gpu_day_speed", 120, True),
     "time": ("gpu_day_runs", 100, False),
 }
 AT_ONCE = {"cuda": 12}
