@@ -6,11 +6,11 @@ import torch
 from threads import check_same_on_any_threads
 
 from pentameter.config.schema import ModelConfig
-from pentameter.fused_cpu import attention_kernels, kernels, native, vector_kernels
+from pentameter.fused_cpu import attention_kernels, kernels, native
 from pentameter.fused_cpu.functions import CausalAttention
 from pentameter.fused_cpu.heads import HeadShape, heads_of
 from pentameter.fused_cpu.step import fused_loss_sum
-from pentameter.fused_cpu.vector import attention, linear, loss
+from pentameter.fused_cpu.vector import attention, linear, loss, sub_layers
 from pentameter.model.compiled import Kernel, plainly
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
@@ -65,8 +65,8 @@ def test_rows_are_summed(width, dtype):
 @pytest.mark.parametrize("centred", [True, False])
 def test_the_first_norm_equals_the_formula(width, centred, dtype):
     x, g = drawn((3, 50, 48), (3, 50, 48))
-    y, mean, scale = vector_kernels.norm(x, centred, 1e-5, dtype)
-    g_x = vector_kernels.norm_backward(g.to(dtype), x, mean, scale, centred, 1e-5)
+    y, mean, scale = sub_layers.norm(x, centred, 1e-5, dtype)
+    g_x = sub_layers.norm_backward(g.to(dtype), x, mean, scale, centred, 1e-5)
     exact = x.double().requires_grad_()
     kind = kernels.NormKind(centred, 1e-5)
     expected, *_ = kernels._normalise(exact, kind, torch.float64)
@@ -80,7 +80,7 @@ def test_embeddings_are_dropped_as_in_the_plain_model(width, words, monkeypatch)
     monkeypatch.setattr("pentameter.model.dropout.WORDS", words)
     (x,) = drawn((3, 50, 48))
     keys = torch.randint(-(2**31), 2**31, (3, 2), generator=torch.Generator().manual_seed(1)).int()
-    assert torch.equal(vector_kernels.dropout(x, keys, 0.3), kernels._dropped(x, keys, 0.3))
+    assert torch.equal(sub_layers.dropout(x, keys, 0.3), kernels._dropped(x, keys, 0.3))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

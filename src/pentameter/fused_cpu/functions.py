@@ -25,10 +25,10 @@ from pentameter.fused_cpu import (
     amx_feed_forward,
     attention_kernels,
     kernels,
-    vector_kernels,
 )
 from pentameter.fused_cpu.heads import HeadShape, heads_of, rotation_of
 from pentameter.fused_cpu.vector import attention as vector_attention
+from pentameter.fused_cpu.vector import sub_layers
 from pentameter.fused_cpu.vector.linear import fold, sum_rows, transpose, unfold
 
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
@@ -77,8 +77,8 @@ class EmbeddingDropout(Function):
 def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
     """Return x (B, T, D) after dropout, by the C++ kernel if it takes x, else by the compiled
     one."""
-    native = vector_kernels.can_norm(x, x.dtype)
-    return (vector_kernels if native else kernels).dropout(x, keys, p)
+    native = sub_layers.can_norm(x, x.dtype)
+    return (sub_layers if native else kernels).dropout(x, keys, p)
 
 
 class Norm(Function):
@@ -89,9 +89,9 @@ class Norm(Function):
     def forward(ctx: Any, x: Tensor, kind: kernels.NormKind, dtype: torch.dtype) -> Tensor:
         """Normalise x (B, T, D) and return it in `dtype`, without the norm's weight and bias.
         `kind` says whether by LayerNorm or RMSNorm, and its epsilon."""
-        ctx.kind, ctx.native = kind, vector_kernels.can_norm(x, dtype)
+        ctx.kind, ctx.native = kind, sub_layers.can_norm(x, dtype)
         if ctx.native:
-            y, mean, scale = vector_kernels.norm(x, *kind, dtype)
+            y, mean, scale = sub_layers.norm(x, *kind, dtype)
         else:
             y, mean, scale = kernels.norm_forward(x, kind, dtype)
         ctx.save_for_backward(x, mean, scale)
@@ -101,7 +101,7 @@ class Norm(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         if ctx.native:
-            return vector_kernels.norm_backward(g, *ctx.saved_tensors, *ctx.kind), None, None
+            return sub_layers.norm_backward(g, *ctx.saved_tensors, *ctx.kind), None, None
         return kernels.norm_backward(g, *ctx.saved_tensors, ctx.kind), None, None
 
 
@@ -127,10 +127,10 @@ class AddNorm(Function):
         keys, p: dropout's keys, int32 (B, 2), and probability.
         kind: the norm's formula and epsilon.
         """
-        ctx.p, ctx.kind, ctx.native = p, kind, vector_kernels.can_add_norm(x, y)
+        ctx.p, ctx.kind, ctx.native = p, kind, sub_layers.can_add_norm(x, y)
         if ctx.native:
-            how = vector_kernels.SubLayerEnd(bias, keys, p, *kind)
-            x, normed, mean, scale = vector_kernels.add_norm(how, x, y)
+            how = sub_layers.SubLayerEnd(bias, keys, p, *kind)
+            x, normed, mean, scale = sub_layers.add_norm(how, x, y)
         else:
             x, normed, mean, scale = kernels.add_norm_forward(x, y, bias, keys, p, kind)
         ctx.save_for_backward(x, mean, scale, bias, keys)
@@ -142,8 +142,8 @@ class AddNorm(Function):
     def backward(ctx: Any, g: Tensor | None, g_norm: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale, bias, keys = ctx.saved_tensors
         if ctx.native:
-            how = vector_kernels.SubLayerEnd(bias, keys, ctx.p, *ctx.kind)
-            g_x, g_y, g_bias = vector_kernels.add_norm_backward(how, g, g_norm, x, mean, scale)
+            how = sub_layers.SubLayerEnd(bias, keys, ctx.p, *ctx.kind)
+            g_x, g_y, g_bias = sub_layers.add_norm_backward(how, g, g_norm, x, mean, scale)
         else:
             g_x, g_y = kernels.add_norm_backward(g, g_norm, x, mean, scale, keys, ctx.p, ctx.kind)
             g_bias = None if bias is None else sum_rows(g_y)
@@ -195,8 +195,8 @@ def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
     """Return the activation's output (…, n) for the first linear's output h (…, N) and bias (N,) or
     None, by the C++ kernel if it takes h, else by the compiled one. kind: the activation's name. If
     `gated`, n = N / 2 and the first half is the gate; else n = N."""
-    native = vector_kernels.can_activate(h, bias, gated)
-    source = vector_kernels if native else activations
+    native = sub_layers.can_activate(h, bias, gated)
+    source = sub_layers if native else activations
     return source.activate(h, bias, kind, gated)
 
 
@@ -206,8 +206,8 @@ def activation_gradients(
     """Return (h's gradient (…, N), the activation's output (…, n) computed again, the bias's
     gradient (N,), or None without a bias), given the output's gradient g (…, n). h, bias, kind and
     gated: as passed to `activate`."""
-    if vector_kernels.can_activate(h, bias, gated):
-        return vector_kernels.activation_gradients(g, h, bias, kind, gated)
+    if sub_layers.can_activate(h, bias, gated):
+        return sub_layers.activation_gradients(g, h, bias, kind, gated)
     g_h, y = activations.activation_gradients(g, h, bias, kind, gated)
     return g_h, y, None if bias is None else sum_rows(g_h)
 

@@ -15,7 +15,7 @@ from pentameter.fused_cpu.experts.expert_rows import (
 from pentameter.fused_cpu.functions import AddNorm, FeedForward
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
-from pentameter.fused_cpu.vector_kernels import (
+from pentameter.fused_cpu.vector.sub_layers import (
     SubLayerEnd,
     activate,
     activation_gradients,
