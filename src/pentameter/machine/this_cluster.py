@@ -69,12 +69,13 @@ for a batch, to a warning; to None if they are as fast as planned."""
 
 
 def slow_step_warning(
-    plan: Plan, precision: str, device_type: str, local_size: int
+    plan: Plan, precision: str, device_type: str, local_size: int, *, compiled: bool
 ) -> SlowStepWarning | None:
     """Return a function that warns of a run's steps if they take more than SLOW × their predicted
     time; None if the devices' speed is neither published nor measured.
 
     precision: the steps' (`bf16`). device_type: `cpu` or `cuda`. local_size: processes per machine.
+    compiled: whether `torch.compile` made the steps' kernels.
     """
     cluster, is_known = this_cluster(plan.layout.world_size, local_size)
     device, products = cluster.device, (precision, plan.config.train.matmul_precision)
@@ -84,20 +85,26 @@ def slow_step_warning(
     if device.peak_flops(*products) is None:
         return None
     planned = Estimate(plan, cluster, precision).time
+    launches = device_type == "cuda" and not compiled
     return lambda took, waited: (
-        slow_step(planned, took, waited) if took > SLOW * planned.seconds else None
+        slow_step(planned, took, waited, launches=launches)
+        if took > SLOW * planned.seconds
+        else None
     )
 
 
-def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
+def slow_step(
+    planned: StepTime, took: float, waited_for_input: float, *, launches: bool = False
+) -> str:
     """Return the warning's text for steps that are slower than predicted.
 
     planned: the predicted step time in seconds, with its parts: compute, communication, bubble.
     took: the measured seconds per step (a median).
     waited_for_input: the measured seconds per step, included in `took`, spent reading the batch.
+    launches: whether the host launches a GPU's operations one by one, as without compiling.
 
-    The text blames the batch if reading it takes more than half the excess, else compute or
-    communication.
+    The text blames the batch if reading it takes more than half the excess, else launching or
+    compute or communication.
     """
     late = took - planned.seconds
     waiting = sum(planned.exposed.values())
@@ -110,6 +117,11 @@ def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
         said += f", {planned.bubble:.3g} s of the pipeline's bubble"
     if waited_for_input > late / 2:
         return f"{said}): {waited_for_input:.3g} s of it go to reading the batch"
+    if launches:
+        return (
+            f"{said}): small operations take a GPU less time than its host needs to launch them; "
+            "--train.compile true launches fewer, or a larger train.micro_batch_size larger ones"
+        )
     part = "compute or communication" if waiting else "compute"
     return f"{said}); the batch is not the reason, {part} is: --profile FIRST:LAST says which"
 

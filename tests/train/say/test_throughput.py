@@ -64,6 +64,7 @@ def test_a_slow_step_names_its_part():
     assert "0.2 s communication, 0.1 s of the pipeline's bubble" in said
     assert "compute or communication is" in said
     assert "0.4 s of it go to reading the batch" in slow_step(planned, 1.5, 0.4)
+    assert "--train.compile true" in slow_step(planned, 1.5, 0.01, launches=True)
 
 
 def test_pace_is_compared_once_after_it_settled(monkeypatch):
@@ -74,7 +75,7 @@ def test_pace_is_compared_once_after_it_settled(monkeypatch):
     run = SimpleNamespace(
         plan=plan,
         world=SimpleNamespace(size=1, local_size=1, is_main=True),
-        compute=SimpleNamespace(device=torch.device("cuda"), precision="bf16"),
+        compute=SimpleNamespace(device=torch.device("cuda"), precision="bf16", compiled=False),
         console=SimpleNamespace(say=said.append),
     )
     for seconds, warns in ((0.01, False), (1000.0, True)):
@@ -84,6 +85,7 @@ def test_pace_is_compared_once_after_it_settled(monkeypatch):
             pace.on_step(run, SimpleNamespace(step_seconds=seconds, step=number))
         assert bool(said) == warns
     assert len(said) == 1
+    assert "needs to launch them" in said[0]
 
 
 def countdown(monkeypatch, pace_of_step, n_steps, *, pauses=()):

@@ -187,8 +187,13 @@ class PlannedPace:
         """On rank 0, predict a step's time on this cluster's devices, if their speed is known."""
         if not run.world.is_main:
             return
+        compute = run.compute
         self._warning = slow_step_warning(
-            run.plan, run.compute.precision, run.compute.device.type, run.world.local_size
+            run.plan,
+            compute.precision,
+            compute.device.type,
+            run.world.local_size,
+            compiled=compute.compiled,
         )
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
