@@ -1,7 +1,10 @@
 """Building the native kernels: never a reason for a run to fail."""
 
 import platform
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -104,8 +107,29 @@ def test_a_library_is_built_once(machine, monkeypatch, tmp_path, name):
     assert native.load(name, capabilities, "-O2") is None
     monkeypatch.setenv("CXX", "/no/such/compiler")
     assert native.load(name, capabilities, "-O2") is None
-    (library,) = (tmp_path / "cache/pentameter/native").iterdir()
-    assert (library.suffix, library.name.split("-")[0]) == (".so", name.lower())
+    (folder,) = (tmp_path / "cache/pentameter/native").iterdir()
+    assert folder.name.split("-")[0] == name.lower()
+    assert [each.name for each in folder.iterdir()] == [f"{name.lower()}.so"]
+
+
+@X86
+def test_processes_that_need_a_library_at_once_build_it_once(tmp_path, monkeypatch):
+    calls, compiler = tmp_path / "calls", tmp_path / "g++-counted"
+    compiler.write_text(f'#!/bin/sh\necho call >> {calls}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    code = (
+        "from pentameter.fused_cpu import native; "
+        "print(native.build('rows', ('-O0', *native._AVX2)))"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = {rank.communicate()[0].strip() for rank in ranks}
+    assert len(said) == 1
+    assert Path(*said).is_file()
+    assert calls.read_text().split() == ["call"] * 2  # its one source, and the library
 
 
 @X86

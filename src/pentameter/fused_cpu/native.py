@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,7 +23,10 @@ import torch
 from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
+from pentameter.disk.atomic import FolderExistsError
 from pentameter.disk.cache import cache_folder
+from pentameter.disk.lock import building
+from pentameter.errors import StorageError
 from pentameter.machine.capabilities import Capabilities, CpuCapabilities, compiler_command
 from pentameter.machine.cores_and_memory import n_usable_cores
 from pentameter.machine.kernel_checks import LEVELS, Level
@@ -81,14 +83,14 @@ def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> st
     try:
         try:
             path = build(name, (level, *machine))
-        except OSError:
+        except CompilerError:
             if _AVX512_BF16 not in machine:
                 raise
             # Without it bf16 is widened to fp32, as on a CPU that has no such instructions.
             path = build(name, (level, *(flag for flag in machine if flag != _AVX512_BF16)))
         library = ctypes.CDLL(str(path))
         works = name != "AMX" or library.pentameter_amx_works() == 1
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, StorageError, subprocess.SubprocessError) as error:
         return f"the {name} kernels cannot be built: {error}"
     if not works:
         return "the system does not let this process use AMX"
@@ -125,30 +127,34 @@ def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
 
 def build(name: Name, machine: Sequence[str]) -> Path:
     """Return the path to a compiled library in the cache, compiling it unless it exists: its
-    sources side by side on the cores at hand.
+    sources side by side on the cores at hand. If several processes ask for it at once, such as the
+    ranks of a machine, one compiles and the others wait.
 
-    `machine` are the compiler's level of optimization and instruction set. The file is named by a
+    `machine` are the compiler's level of optimization and instruction set. The folder is named by a
     hash over sources and flags, so that it is never out of date.
 
     Raises:
-        OSError: the cache cannot be written, or the compiler fails.
-        subprocess.SubprocessError: the compiler takes more than BUILD_SECONDS.
+        CompilerError: the compiler fails, or there is none.
+        StorageError: the cache cannot be written.
+        subprocess.TimeoutExpired: the compiler takes more than BUILD_SECONDS.
     """
     headers = sorted(FOLDER.glob("*.h"))
     sources, flags = [FOLDER / f"{file}.cpp" for file in FILES[name]], (*FLAGS, *machine)
     content = b"".join(path.read_bytes() for path in (*sources, *headers))
     number = hashlib.sha256(content + " ".join(flags).encode()).hexdigest()[:16]
-    library = cache_folder() / "native" / f"{name.lower()}-{number}.so"
+    folder = cache_folder() / "native" / f"{name.lower()}-{number}"
+    library = folder / f"{name.lower()}.so"
     if library.exists():
         return library
     compiler = compiler_command()
     if compiler is None:
-        raise OSError("no C++ compiler found")
-    library.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may build at once: each writes its own file and puts it in place.
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        fresh = Path(folder) / library.name
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        raise CompilerError("no C++ compiler found")
+    with (
+        suppress(FolderExistsError),
+        building(folder) as part,
+        tempfile.TemporaryDirectory() as own,
+    ):
+        objects = [Path(own) / f"{source.stem}.o" for source in sources]
         commands = [
             [compiler, *flags, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
@@ -156,19 +162,25 @@ def build(name: Name, machine: Sequence[str]) -> Path:
         with ThreadPoolExecutor(n_usable_cores()) as pool:
             for _ in pool.map(_compile, commands):
                 pass
-        _compile([compiler, *flags, *map(str, objects), "-o", str(fresh)])
-        os.replace(fresh, library)
+        _compile([compiler, *flags, *map(str, objects), "-o", str(part / library.name)])
     return library
 
 
+class CompilerError(subprocess.SubprocessError):
+    """Raised when the C++ compiler fails, with its first words, or cannot be found."""
+
+
 def _compile(command: Sequence[str]) -> None:
-    """Run the compiler. Raises OSError with its first words if it fails,
-    subprocess.SubprocessError if it takes more than BUILD_SECONDS."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
-    )
+    """Run the compiler. Raises CompilerError with its first words if it fails or cannot be started,
+    subprocess.TimeoutExpired if it takes more than BUILD_SECONDS."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+        )
+    except OSError as error:
+        raise CompilerError(str(error)) from error
     if done.returncode != 0:
-        raise OSError(next(iter(done.stderr.splitlines()), f"exit {done.returncode}"))
+        raise CompilerError(next(iter(done.stderr.splitlines()), f"exit {done.returncode}"))
 
 
 def unload(*names: Name) -> None:
