@@ -124,7 +124,7 @@ def by_sample(exported: Exported, _most: int) -> Write:
 
 
 def by_pytorch(exported: Exported, most: int) -> Write:
-    """Our loop as it multiplies where the kernels are not: the same tokens."""
+    """Our loop as it computes where the kernels are not: PyTorch's operations alone."""
     write = by_sample(exported, most)
 
     def write_plainly(n_texts: int, n_tokens: int) -> None:

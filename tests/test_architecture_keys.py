@@ -29,6 +29,11 @@ from pentameter.config.model.rope_scaling import RopeScalingConfig
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.plan_estimates import plan_record
+from pentameter.fused_cpu import native
+from pentameter.generation.few_rows import FewRows
+from pentameter.generation.token_pass import TokenPass, obstacle, token_pass
+from pentameter.machine.capabilities import machine_capabilities
+from pentameter.model.attention.cache import KVCache
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
 from pentameter.model.loss import AuxiliaryLoss
@@ -307,6 +312,27 @@ def test_shrinking_sets_a_key_or_keeps_it_for_a_reason():
         and shrunk(base_of(key))[key] == architecture(base_of(key).model)[key]
     }
     assert kept == set(KEPT_BY_SHRINKING)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_pass_over_one_token_computes_a_key_or_leaves_it_to_pytorch(key):
+    if (why := native.load("rows", machine_capabilities())) is not None:
+        pytest.skip(why)
+    sizes = {"d_model": 64, "feed_forward.width": 96, "attention.n_heads": 2}
+    other = {"d_model": 96, "attention.n_heads": 4}
+    value = other.get(key, other_value(key))
+    config = with_model({**sizes, **COMPANIONS.get(key, {}), key: value}).model
+    model = build_model(config, 1).eval()
+    matmul, cache = FewRows(), KVCache(config, 1)
+    if obstacle(model, matmul) is not None:
+        assert token_pass(model, matmul, cache.keys, cache.values) is None
+        return
+    tokens = torch.arange(config.context_length) % 19
+    with torch.inference_mode():
+        in_one_call = TokenPass(model, matmul, cache.keys, cache.values)
+        found = [in_one_call([n], [t], [0]).clone() for t, n in enumerate(tokens.tolist())]
+        # Sums in another order, of numbers up to some tens: a key that is left out gives far more.
+        torch.testing.assert_close(torch.cat(found)[None], model(tokens[None]), rtol=0, atol=1e-3)
 
 
 class WithANewKey(ModelConfig):

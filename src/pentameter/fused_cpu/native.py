@@ -39,7 +39,7 @@ FILES: dict[Name, tuple[str, ...]] = {
         *("loss", "router"),
     ),
     "AMX": ("attention", "feed_forward", "grouped_tiles", "weight_gradient"),
-    "rows": ("few_rows",),
+    "rows": ("few_rows", "token_pass"),
 }
 """Maps a library to its sources in `cpp/`, without their suffix: "vector" and "rows" (generation's)
 need AVX2 or AVX-512, "AMX" matrix tiles."""
@@ -236,6 +236,11 @@ def call(library: Name, kernel: str, *arguments: Any) -> int:
     Returns the function's result, which is meaningless for a function that returns void."""
     result: int = getattr(_loaded[library], f"pentameter_{kernel}")(*map(_passed, arguments))
     return result
+
+
+def address(of: Struct) -> int:
+    """Return the memory address of a Struct, which the caller must keep alive."""
+    return ctypes.addressof(of)
 
 
 def function(library: Name, kernel: str, *, n_pointers: int, n_numbers: int) -> Callable[..., Any]:

@@ -83,7 +83,7 @@ class FewRows(Matmul):
         kernel = self._kernels[key]
         if kernel is None or not x.is_contiguous():
             return F.linear(x, weight)
-        return kernel(x, self._least(weight))
+        return kernel(x, self.least(weight))
 
     @contextmanager
     def adding_like(self, n_rows: int) -> Iterator[None]:
@@ -95,7 +95,7 @@ class FewRows(Matmul):
         finally:
             self._like_rows = before
 
-    def _least(self, weight: Tensor) -> Tensor:
+    def least(self, weight: Tensor) -> Tensor:
         """Return a weight in bf16 if all its numbers are, else itself. The copy is made once, and
         anew after a change of the weight in place."""
         if not self._narrows or weight.is_inference():  # whose changes are not counted

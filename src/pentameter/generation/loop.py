@@ -29,12 +29,13 @@ from pentameter.generation.detokenizer import Detokenizer
 from pentameter.generation.few_rows import few_rows, multiplying_by
 from pentameter.generation.prompts import Prompt, encode_prompt
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
+from pentameter.generation.token_pass import token_pass
 from pentameter.machine.on_host import on_host
 from pentameter.model.attention.attention import attending_by
 from pentameter.model.attention.cache import KVCache, NewestTokenCache
 from pentameter.model.attention.dot_product import NewestTokenAttention
 from pentameter.model.gpt import GPT
-from pentameter.model.matmul import PLAIN
+from pentameter.model.matmul import PLAIN, Matmul
 
 if TYPE_CHECKING:
     from pentameter.parallel.engine import Engine
@@ -154,8 +155,9 @@ def sampled_tokens(
         model.eval()
         try:
             if isinstance(model, GPT):
-                next_logits = _Window(model, settings.num_samples, vocab_size).next_logits
                 matmul = few_rows(model)
+                window = _Window(model, settings.num_samples, vocab_size, matmul)
+                next_logits = window.next_logits
             else:
                 assert context_length is not None
                 next_logits = partial(_full_pass, model, context_length, vocab_size)
@@ -271,7 +273,8 @@ class _Window:
     The cache holds the text's last tokens, as many as `window_tokens` says; when that number falls
     back to half the context, or rotary frequencies change, the cache is computed anew."""
 
-    def __init__(self, model: GPT, n_samples: int, vocab_size: int) -> None:
+    def __init__(self, model: GPT, n_samples: int, vocab_size: int, matmul: Matmul = PLAIN) -> None:
+        """matmul: the one by which the model is going to multiply."""
         weight = next(model.parameters())
         self._model = model
         self._device = weight.device
@@ -284,6 +287,7 @@ class _Window:
             self._cache = KVCache(
                 model.config, n_samples, weight.device, weight.dtype, zeroed=self._steps.is_on
             )
+        self._in_one_call = token_pass(model, matmul, self._cache.keys, self._cache.values)
 
     def next_logits(self, text: Tokens) -> Floats:
         """Return logits (B, V) for the token after `text` (B, n). Call it with n one larger each
@@ -297,6 +301,11 @@ class _Window:
         unread = text[:, text.shape[1] - n_seen + n_cached :]
         if n_cached and self._steps.is_on:
             return self._captured(unread[:, 0])
+        if self._in_one_call is not None and unread.shape[1] == 1:
+            n_samples = len(unread)
+            found = self._in_one_call(unread[:, 0], [n_cached] * n_samples, range(n_samples))
+            self._cache.advance(1)
+            return on_host(found[:, : self._vocab_size])
         for start in range(0, unread.shape[1], self._pass_tokens):
             logits = self._pass(unread[:, start : start + self._pass_tokens], n_seen)
         return logits

@@ -1,0 +1,319 @@
+// One more token for each of several texts through a GPT, in one call: the operations of
+// `token_pass.py`, one after another, by one team of threads.
+//
+// A text's numbers depend on that text alone, to the last bit: each sum is made by one thread, in an
+// order that neither the number of texts nor that of threads changes. Sums run over the lanes of a
+// register, then over its halves, so the bits differ between widths of registers.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "activation.h"
+
+namespace {
+
+constexpr int64_t MOST_CHANNELS = 256;  // of a head
+constexpr int64_t KEYS = 64;            // that are read at once: their sum is added to the others'
+constexpr int64_t OUTPUTS = 24;         // of a matmul that a thread takes at once
+
+struct Rows {  // texts: the newest token of each, its position, and the slot of the cache
+    const int64_t *tokens, *positions, *slots;
+    int64_t n;
+};
+
+struct Embedding {
+    const float *tokens, *positions;
+    float* y;
+    int64_t width;
+    float factor;
+};
+
+struct Norm {
+    const float *x, *weight, *bias;
+    float* y;
+    int64_t width, centres, adds;
+    float eps;
+};
+
+struct Linear {
+    const float* x;
+    const void* weight;
+    const float* bias;
+    float* y;
+    int64_t n_in, n_out, narrow, adds;
+};
+
+// Of row m, head h, queries begin at q + m · q_row + h · q_head, keys and values likewise. The cache
+// is (slots, KV heads, positions, channels).
+struct Attention {
+    const float *q, *k, *v;
+    float *keys, *values, *y;
+    const float *q_norm, *k_norm, *sinks, *cosine, *sine;
+    int64_t n_heads, n_kv_heads, channels, q_row, q_head, kv_row, kv_head, of_slot, of_head, window,
+        turning;
+    float eps, factor;
+};
+
+struct Activation {
+    const float *x, *factor;
+    float* y;
+    int64_t width, kind;
+};
+
+template <int N>
+struct Lanes {
+    typedef float Type __attribute__((vector_size(4 * N)));
+};
+
+// The sum of a register's lanes, by halves.
+template <int N>
+inline float total(const typename Lanes<N>::Type& x) {
+    if constexpr (N == 4) {
+        return (x[0] + x[2]) + (x[1] + x[3]);
+    } else {
+        typename Lanes<N / 2>::Type halves[2];
+        std::memcpy(halves, &x, sizeof x);
+        return total<N / 2>(halves[0] + halves[1]);
+    }
+}
+
+inline float sum(Floats x) { return total<LANES>(x); }
+
+void embed(const Embedding& of, const Rows& rows) {
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < rows.n; ++m) {
+        const float* token = of.tokens + rows.tokens[m] * of.width;
+        const float* position = of.positions + rows.positions[m] * of.width;
+        for (int64_t i = 0; i < of.width; ++i) {
+            const float x = token[i] * of.factor;
+            of.y[m * of.width + i] = of.positions ? x + position[i] : x;
+        }
+    }
+}
+
+// LayerNorm, or without `centres` RMSNorm, of one row.
+inline void norm_row(float* y, const float* x, const Norm& of) {
+    const int64_t n = of.width;
+    float mean = 0;
+    if (of.centres) {
+        Floats sums = {};
+        for (int64_t i = 0; i < n; i += LANES) sums += load(x + i);
+        mean = sum(sums) / float(n);
+    }
+    Floats squares = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const Floats centred = load(x + i) - mean;
+        squares += centred * centred;
+    }
+    const float scale = 1.0f / __builtin_sqrtf(sum(squares) / float(n) + of.eps);
+    for (int64_t i = 0; i < n; i += LANES) {
+        Floats normed = (load(x + i) - mean) * scale * load(of.weight + i);
+        if (of.bias) normed += load(of.bias + i);
+        store(y + i, of.adds ? load(y + i) + normed : normed);
+    }
+}
+
+void norm(const Norm& of, const Rows& rows) {
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < rows.n; ++m) norm_row(of.y + m * of.width, of.x + m * of.width, of);
+}
+
+// Outputs (M, R) of a matmul, the first of them being of row `m`, output `first`.
+template <int M, int R, class Weight>
+inline void tile(const Linear& of, int64_t m, int64_t first) {
+    const int64_t K = of.n_in, N = of.n_out;
+    const float* x = of.x + m * K;
+    const Weight* w = static_cast<const Weight*>(of.weight) + first * K;
+    Floats sums[M][R] = {};
+    for (int64_t k = 0; k < K; k += LANES) {
+        Floats weights[R];
+        for (int r = 0; r < R; ++r) weights[r] = load(w + r * K + k);
+        for (int i = 0; i < M; ++i) {
+            const Floats inputs = load(x + i * K + k);
+            for (int r = 0; r < R; ++r) sums[i][r] += inputs * weights[r];
+        }
+    }
+    for (int i = 0; i < M; ++i)
+        for (int r = 0; r < R; ++r) {
+            float* y = of.y + (m + i) * N + first + r;
+            float result = sum(sums[i][r]);
+            if (of.bias) result += of.bias[first + r];
+            *y = of.adds ? *y + result : result;
+        }
+}
+
+constexpr int MOST_ROWS = 4;  // of a tile
+
+// Outputs that a tile of M rows has: as many sums as the registers hold, 32 of AVX-512, else 16.
+constexpr int width_of(int M) {
+    return M == 1 ? 8 : LANES == 16 ? (M == 2 ? 8 : 6) : (M == 2 ? 4 : M == 3 ? 3 : 2);
+}
+
+template <int M, class Weight>
+inline void tiles(const Linear& of, int64_t m, int64_t first, int64_t last) {
+    constexpr int R = width_of(M);
+    for (; first + R <= last; first += R) tile<M, R, Weight>(of, m, first);
+    for (; first < last; ++first) tile<M, 1, Weight>(of, m, first);
+}
+
+// `n` rows, fewer than M, from `m` on.
+template <int M, class Weight>
+inline void fewer(const Linear& of, int64_t m, int64_t n, int64_t first, int64_t last) {
+    if constexpr (M > 1) {
+        if (n == M - 1)
+            tiles<M - 1, Weight>(of, m, first, last);
+        else
+            fewer<M - 1, Weight>(of, m, n, first, last);
+    }
+}
+
+template <class Weight>
+void multiply(const Linear& of, const Rows& rows) {
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < of.n_out; first += OUTPUTS) {
+        const int64_t last = std::min(of.n_out, first + OUTPUTS);
+        int64_t m = 0;
+        for (; m + MOST_ROWS <= rows.n; m += MOST_ROWS) tiles<MOST_ROWS, Weight>(of, m, first, last);
+        fewer<MOST_ROWS, Weight>(of, m, rows.n - m, first, last);
+    }
+}
+
+// A query or key (channels,) as attention reads it: normed if there is a weight, the first channels
+// turned in pairs, then multiplied.
+inline void prepare(float* y, const float* x, const float* weight, const Attention& of,
+                    int64_t position, float factor) {
+    const int64_t K = of.channels, half = of.turning / 2;
+    if (weight)
+        norm_row(y, x, Norm{x, weight, nullptr, y, K, 0, 0, of.eps});
+    else
+        std::copy(x, x + K, y);
+    const float *cosine = of.cosine + position * half, *sine = of.sine + position * half;
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = y[i], b = y[half + i];
+        y[i] = a * cosine[i] - b * sine[i];
+        y[half + i] = b * cosine[i] + a * sine[i];
+    }
+    for (int64_t i = 0; i < K; ++i) y[i] *= factor;
+}
+
+// Scores of R keys.
+template <int R>
+inline void score(float* scores, const float* q, const float* keys, int64_t K) {
+    Floats sums[R] = {};
+    for (int64_t c = 0; c < K; c += LANES) {
+        const Floats query = load(q + c);
+        for (int r = 0; r < R; ++r) sums[r] += query * load(keys + r * K + c);
+    }
+    for (int r = 0; r < R; ++r) scores[r] = sum(sums[r]);
+}
+
+// means = means · kept + Σ weights · values, for C registers of channels.
+template <int C>
+inline void add_values(float* means, float kept, const float* weights, const float* values, int64_t n,
+                       int64_t K) {
+    Floats sums[C] = {};
+    for (int64_t s = 0; s < n; ++s)
+        for (int c = 0; c < C; ++c) sums[c] += weights[s] * load(values + s * K + c * LANES);
+    for (int c = 0; c < C; ++c)
+        store(means + c * LANES, load(means + c * LANES) * kept + sums[c]);
+}
+
+// One head's softmax over keys that are read a few at a time: the highest score so far, the sum of
+// exponentials below it, and the sum of values that they weigh.
+struct Head {
+    float q[MOST_CHANNELS], means[MOST_CHANNELS];
+    float top, total;
+
+    void read(const float* keys, const float* values, int64_t n, int64_t K) {
+        float weights[KEYS];
+        int64_t s = 0;
+        for (; s + 4 <= n; s += 4) score<4>(weights + s, q, keys + s * K, K);
+        for (; s < n; ++s) score<1>(weights + s, q, keys + s * K, K);
+        std::fill(weights + n, weights + KEYS, -__builtin_inff());
+        float highest = top;
+        for (int64_t i = 0; i < n; ++i) highest = weights[i] > highest ? weights[i] : highest;
+        const float kept = exponential(all(top - highest))[0];
+        Floats sums = {};
+        for (int64_t i = 0; i < KEYS; i += LANES) {
+            const Floats weight = exponential(load(weights + i) - highest);
+            store(weights + i, weight);
+            sums += weight;
+        }
+        total = total * kept + sum(sums), top = highest;
+        int64_t c = 0;
+        for (; c + 4 * LANES <= K; c += 4 * LANES)
+            add_values<4>(means + c, kept, weights, values + c, n, K);
+        for (; c < K; c += LANES) add_values<1>(means + c, kept, weights, values + c, n, K);
+    }
+};
+
+void attend(const Attention& of, const Rows& rows) {
+    const int64_t K = of.channels, n_sharing = of.n_heads / of.n_kv_heads;
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t m = 0; m < rows.n; ++m)
+        for (int64_t g = 0; g < of.n_kv_heads; ++g) {
+            const int64_t at = rows.positions[m], in_cache = rows.slots[m] * of.of_slot + g * of.of_head;
+            float *keys = of.keys + in_cache, *values = of.values + in_cache;
+            const int64_t in_row = m * of.kv_row + g * of.kv_head;
+            prepare(keys + at * K, of.k + in_row, of.k_norm, of, at, 1.0f);
+            std::copy(of.v + in_row, of.v + in_row + K, values + at * K);
+            for (int64_t h = g * n_sharing; h < (g + 1) * n_sharing; ++h) {
+                Head head;
+                prepare(head.q, of.q + m * of.q_row + h * of.q_head, of.q_norm, of, at, of.factor);
+                std::fill(head.means, head.means + K, 0.0f);
+                head.top = of.sinks ? of.sinks[h] : -__builtin_inff();
+                head.total = of.sinks ? 1.0f : 0.0f;
+                for (int64_t s = of.window ? std::max<int64_t>(0, at + 1 - of.window) : 0; s <= at;
+                     s += KEYS)
+                    head.read(keys + s * K, values + s * K, std::min(KEYS, at + 1 - s), K);
+                float* y = of.y + (m * of.n_heads + h) * K;
+                for (int64_t c = 0; c < K; ++c) y[c] = head.means[c] / head.total;
+            }
+        }
+}
+
+template <class Function>
+void activate_by(const Activation& of, const Rows& rows) {
+    const Function function(nullptr, 0);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < rows.n * of.width; i += LANES) {
+        const Floats y = function(load(of.x + i)).y;
+        store(of.y + i, of.factor ? y * load(of.factor + i) : y);
+    }
+}
+
+void activate(const Activation& of, const Rows& rows) {
+    switch (of.kind) {
+        case 0: return activate_by<Relu>(of, rows);
+        case 1: return activate_by<SquaredRelu>(of, rows);
+        case 2: return activate_by<Gelu>(of, rows);
+        case 3: return activate_by<GeluTanh>(of, rows);
+        default: return activate_by<Silu>(of, rows);
+    }
+}
+
+}  // namespace
+
+// `operations` are n structs, whose kinds stand beside them: Embedding, Norm, Linear, Attention,
+// Activation. Widths and channels are multiples of 16. One thread computes unless `by_all`.
+extern "C" void pentameter_token_pass(const int64_t* kinds, const void* const* operations,
+                                      const int64_t* tokens, const int64_t* positions,
+                                      const int64_t* slots, int64_t n_operations, int64_t n_rows,
+                                      int64_t by_all) {
+    const Rows rows{tokens, positions, slots, n_rows};
+#pragma omp parallel if (by_all)
+    for (int64_t i = 0; i < n_operations; ++i) {
+        const void* of = operations[i];
+        switch (kinds[i]) {
+            case 0: embed(*static_cast<const Embedding*>(of), rows); break;
+            case 1: norm(*static_cast<const Norm*>(of), rows); break;
+            case 2: {
+                const Linear& linear = *static_cast<const Linear*>(of);
+                linear.narrow ? multiply<bf16>(linear, rows) : multiply<float>(linear, rows);
+                break;
+            }
+            case 3: attend(*static_cast<const Attention*>(of), rows); break;
+            default: activate(*static_cast<const Activation*>(of), rows);
+        }
+    }
+}

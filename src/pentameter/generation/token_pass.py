@@ -1,0 +1,389 @@
+"""One more token for each of several texts on a CPU, in one call: the model, read once into a list
+of operations, which C++ runs over buffers that are made once.
+
+A pass over one token is hundreds of small operations, and calling them one by one takes PyTorch
+several times as long as the processor needs to compute them. Weights and cache are the model's own,
+where they lie; matrices of bf16 numbers are read from FewRows' copies. `cpp/token_pass.cpp` says in
+which order it adds: a text's logits do not depend on the texts beside it, nor on the number of
+threads. They round otherwise than PyTorch's; so a model's first layer is tried first, on this
+machine: its results must be as close to those in fp64 as PyTorch's are.
+
+Shapes: R rows, one for each text; D d_model, H heads, G KV heads, K head size, V vocabulary
+(padded).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.model.architecture import RotationKind
+from pentameter.fused_cpu import native
+from pentameter.generation.few_rows import FewRows
+from pentameter.model.attention.attention import Attention, Sinks, read
+from pentameter.model.attention.dot_product import PLAIN_ATTENTION
+from pentameter.model.dropout import AttentionDropout, StreamDropout
+from pentameter.model.feed_forward import MLP
+from pentameter.model.gpt import GPT, Block, TiedHead
+from pentameter.model.loss import HeadLoss, softcapped
+from pentameter.model.matmul import Matmul
+from pentameter.model.positions import Positions, rotations, sinusoidal_positions
+
+_MOST_CHANNELS = 256
+"""Largest head size, as in `cpp/token_pass.cpp`."""
+_ACTIVATIONS = {
+    **{"relu": 0, "relu2": 1, "gelu": 2, "gelu_tanh": 3},
+    **{"swiglu": 4, "geglu": 2, "geglu_tanh": 3},
+}
+"""`model.feed_forward.activation` → the function's number in `cpp/token_pass.cpp`."""
+_MODULES = {
+    *(GPT, Block, Attention, MLP, TiedHead, Sinks, StreamDropout, AttentionDropout, HeadLoss),
+    *(nn.ModuleDict, nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm),
+}
+"""Classes of the modules that are computed here."""
+_BY_LENGTH = ("dynamic", "longrope")
+"""Values of `model.rope_scaling.type` by which frequencies go by the length of a text."""
+_FIRST_TURNED = 1024
+"""Positions for which rotations are computed at first; then always twice as many."""
+_LEAST_WORK = 2**20
+"""Fewest weights times rows for which all threads compute: they wait for each other after every
+operation, for long if other programs compute."""
+_TRIED_TEXTS, _TRIED_TOKENS = 2, 3
+_MOST_TIMES = 2.0
+"""A pass may be as many times as far from fp64 as PyTorch's operations are, in root mean square:
+two roundings that are equally good differ by some tenths."""
+_ROUNDOFF = 2.0**-24
+
+
+class _Embedding(native.Struct):
+    kind: ClassVar = 0
+    _fields_ = native.fields("tokens positions y", int64="width", float32="factor")
+
+
+class _Norm(native.Struct):
+    kind: ClassVar = 1
+    _fields_ = native.fields("x weight bias y", int64="width centres adds", float32="eps")
+
+
+class _Linear(native.Struct):
+    kind: ClassVar = 2
+    _fields_ = native.fields("x weight bias y", int64="n_in n_out narrow adds")
+
+
+class _Attention(native.Struct):
+    kind: ClassVar = 3
+    _fields_ = native.fields(
+        "q k v keys values y q_norm k_norm sinks cosine sine",
+        int64="n_heads n_kv_heads channels q_row q_head kv_row kv_head of_slot of_head window "
+        "turning",
+        float32="eps factor",
+    )
+
+
+class _Activation(native.Struct):
+    kind: ClassVar = 4
+    _fields_ = native.fields("x factor y", int64="width kind_of")
+
+
+class _Operations:
+    """The operations of a GPT's pass over one token for each of at most R texts, in order, with
+    their buffers. `keys` and `values` are the cache, (n_slots, G, S, K) for each layer."""
+
+    def __init__(
+        self, model: GPT, matmul: FewRows, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> None:
+        self.all: list[native.Struct] = []
+        self.turned: list[tuple[_Attention, RotationKind]] = []
+        """Operations of attention, each with the rotation whose table it is to be given."""
+        self.narrowed: list[tuple[_Linear, Tensor]] = []
+        """Operations that multiply by a copy in bf16, each with the weight."""
+        self._config, self._matmul, self._keys, self._values = model.config, matmul, keys, values
+        self._n_rows = len(keys[0])
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._kept: list[Tensor] = []
+        D = self._config.d_model
+        self.stream = self._buffer("stream", D)
+        self._embed(model)
+        ends = []
+        for block in model.blocks.values():
+            self._block(block)
+            ends.append(len(self.all))
+        self.n_of_first_layer = ends[0]
+        hidden = self.stream
+        if model.has_final_norm:
+            hidden = self._norm(self.stream, self._buffer("normed", D), model.final_norm)
+        weight, bias = model.head_parameters()
+        self.logits = self._linear(hidden, self._buffer("logits", len(weight)), weight, bias)
+
+    def _buffer(self, name: str, width: int) -> Tensor:
+        """Return the buffer (R, width) of that name."""
+        if (name, width) not in self._buffers:
+            self._buffers[name, width] = torch.zeros(self._n_rows, width)
+        return self._buffers[name, width]
+
+    def _embed(self, model: GPT) -> None:
+        config, table = self._config, None
+        match config.positions:
+            case "learned":
+                table = model.position_embedding.weight
+            case "sinusoidal":
+                every = torch.arange(config.context_length)
+                table = sinusoidal_positions(every, config.d_model, torch.float32)
+                self._kept.append(table)
+            case "rotary":
+                pass
+            case unknown:
+                refuse_unknown(unknown, "model.positions", "the pass over one token")
+        factor = config.d_model**0.5 if config.embedding_scale else 1.0
+        weight = model.token_embedding.weight
+        self.all.append(_Embedding(weight, table, self.stream, config.d_model, factor))
+
+    def _norm(self, x: Tensor, y: Tensor, norm: Any, *, adds: bool = False) -> Tensor:
+        bias, eps = getattr(norm, "bias", None), norm.eps
+        centres = isinstance(norm, nn.LayerNorm)
+        self.all.append(_Norm(x, norm.weight, bias, y, x.shape[1], centres, adds, eps))
+        return y
+
+    def _linear(
+        self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, *, adds: bool = False
+    ) -> Tensor:
+        least = self._matmul.least(weight)
+        is_narrow = least is not weight
+        linear = _Linear(x, least, bias, y, x.shape[1], y.shape[1], is_narrow, adds)
+        self.all.append(linear)
+        if is_narrow:
+            self.narrowed.append((linear, weight))
+        return y
+
+    def _apply(self, x: Tensor, y: Tensor, linear: nn.Linear, *, adds: bool = False) -> Tensor:
+        return self._linear(x, y, linear.weight, linear.bias, adds=adds)
+
+    def _block(self, block: Any) -> None:
+        D, stream = self._config.d_model, self.stream
+        normed, output = self._buffer("normed", D), self._buffer("output", D)
+        pairs = block.sub_layers()
+        if block.parallel_residual:
+            both = [normed, self._buffer("normed by the second", D)]
+            for y, (norm, _) in zip(both, pairs, strict=True):
+                self._norm(stream, y, norm)
+            for x, (_, sub_layer) in zip(both, pairs, strict=True):
+                self._sub_layer(sub_layer, x, stream, adds=True)
+            return
+        for name, (norm, sub_layer) in zip(block.names, pairs, strict=True):
+            match self._config.norm_position:
+                case "pre":
+                    x = self._norm(stream, normed, norm)
+                    self._sub_layer(sub_layer, x, stream, adds=True)
+                case "post":
+                    self._sub_layer(sub_layer, stream, stream, adds=True)
+                    self._norm(stream, stream, norm)
+                case "both":
+                    x = self._norm(stream, normed, norm)
+                    self._sub_layer(sub_layer, x, output)
+                    last = block.get_submodule(f"{name}_output_norm")
+                    self._norm(output, stream, last, adds=True)
+                case "output":
+                    self._sub_layer(sub_layer, stream, output)
+                    self._norm(output, stream, norm, adds=True)
+                case unknown:
+                    refuse_unknown(unknown, "model.norm_position", "the pass over one token")
+
+    def _sub_layer(self, of: Any, x: Tensor, y: Tensor, *, adds: bool = False) -> None:
+        if isinstance(of, Attention):
+            self._apply(self._attention(of, x), y, of.out, adds=adds)
+        else:
+            self._apply(self._activated(of, x), y, of.down, adds=adds)
+
+    def _activated(self, of: MLP, x: Tensor) -> Tensor:
+        width = self._config.feed_forward_width
+        inner = self._apply(x, self._buffer("up", width), of.up)
+        factor = None
+        if of.gate is not None:
+            inner, factor = self._apply(x, self._buffer("gate", width), of.gate), inner
+        number = _ACTIVATIONS[self._config.feed_forward.activation]
+        self.all.append(_Activation(inner, factor, inner, width, number))
+        return inner
+
+    def _attention(self, of: Attention, x: Tensor) -> Tensor:
+        config = self._config
+        H, G, K = config.attention.n_heads, config.attention.kv_heads, config.head_channels
+        if of.shares_kv:
+            q = self._apply(x, self._buffer("q", H * K), of.q)
+            kv = self._apply(x, self._buffer("kv", 2 * G * K), of.kv)
+            k, v, steps = kv, kv[:, K:], (H * K, K, 2 * G * K, 2 * K)
+        else:
+            q = self._apply(x, self._buffer("qkv", 3 * H * K), of.qkv)
+            k, v, steps = q[:, K:], q[:, 2 * K :], (3 * H * K, 3 * K) * 2
+        keys, values = self._keys[of.layer], self._values[of.layer]
+        assert keys.stride() == values.stride()
+        assert keys.stride()[2:] == (K, 1)
+        means = self._buffer("means", H * K)
+        norms = (None, None) if of.qk_norm is None else (of.q_norm.weight, of.k_norm.weight)
+        sinks = None if of.sinks is None else of.sinks.weight
+        turning = 0 if of.rotates_by is None else config.turning_channels
+        attention = _Attention(
+            *(q, k, v, keys, values, means, *norms, sinks, None, None),
+            *(H, G, K, *steps, *keys.stride()[:2], of.window or 0, turning),
+            *(config.norm_eps, K**-0.5 * of.query_factor),
+        )
+        self.all.append(attention)
+        if of.rotates_by is not None:
+            self.turned.append((attention, of.rotates_by))
+        return means
+
+
+class TokenPass:
+    """A GPT's pass over one token for each of several texts, with a cache of `keys` and `values`,
+    (n_slots, G, S, K) for each layer. The library `rows` must be loaded, and `obstacle` have named
+    nothing; changes of the weights in place are seen."""
+
+    def __init__(
+        self, model: GPT, matmul: FewRows, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> None:
+        self._run = native.function("rows", "token_pass", n_pointers=5, n_numbers=3)
+        self._model, self._matmul, self._cache = model, matmul, (keys, values)
+        self._of = _Operations(model, matmul, keys, values)
+        self._kinds = np.array([each.kind for each in self._of.all], dtype=np.int64)
+        found = [native.address(each) for each in self._of.all]
+        self._addresses = np.array(found, dtype=np.uint64)
+        self._tables: dict[RotationKind, Any] = {}
+        self._n_turned = 0
+        self._n_weights = sum(each.numel() for each in model.parameters())
+        self._versions = self._count_changes()
+
+    def __call__(self, tokens: Any, positions: Any, slots: Any) -> Tensor:
+        """Return logits (R, V) in fp32 after one more token for each of R texts, `tokens` (R,), at
+        these `positions` of the texts in the cache's `slots`, no slot twice: integers on the host.
+        The logits are valid until the next call."""
+        self._compute(np.array([tokens, positions, slots], dtype=np.int64), len(self._of.all))
+        logits = self._of.logits[: len(tokens)]
+        return softcapped(logits, self._model.config.logit_softcap)
+
+    def _compute(self, rows: npt.NDArray[np.int64], n_operations: int) -> None:
+        """Run the first operations for `rows` (3, R): tokens, positions and slots."""
+        if (n_seen := int(rows[1].max()) + 1) > self._n_turned and self._of.turned:
+            self._turn(n_seen)
+        if self._of.narrowed and self._versions != self._count_changes():
+            self._narrow()
+        pointers = (self._kinds, self._addresses, *rows)
+        addresses = (each.ctypes.data for each in pointers)
+        by_all = self._n_weights * rows.shape[1] >= _LEAST_WORK
+        self._run(*addresses, n_operations, rows.shape[1], by_all)
+
+    def _turn(self, n_seen: int) -> None:
+        """Compute rotations for at least n_seen positions."""
+        config, n = self._model.config, max(n_seen, _FIRST_TURNED, 2 * self._n_turned)
+        n = self._n_turned = min(n, config.context_length)
+        self._tables = dict(rotations(torch.arange(n), config, torch.float32, n))
+        for attention, kind in self._of.turned:
+            cosine, sine = self._tables[kind]
+            attention.cosine, attention.sine = cosine.data_ptr(), sine.data_ptr()
+
+    def _narrow(self) -> None:
+        """Have changed weights read where they are now: from a new copy, or as they are."""
+        for linear, weight in self._of.narrowed:
+            least = self._matmul.least(weight)
+            linear.weight, linear.narrow = least.data_ptr(), least is not weight
+        self._versions = self._count_changes()
+
+    def _count_changes(self) -> int:
+        return sum(weight._version for _, weight in self._of.narrowed)
+
+    @torch.inference_mode()
+    def is_precise(self) -> bool:
+        """Return whether the first layer's results for made-up texts are as close to those in fp64
+        as PyTorch's. Positions that it writes in the cache hold what they held."""
+        model, (keys, values) = self._model, self._cache
+        n_texts = min(_TRIED_TEXTS, len(keys[0]))
+        n_tokens = min(_TRIED_TOKENS, model.config.context_length)
+        texts = torch.arange(n_texts * n_tokens).view(n_texts, n_tokens) * 7 + 1
+        texts %= model.config.padded_vocab_size
+        written = [each[0][:n_texts, :, :n_tokens] for each in (keys, values)]
+        before = [each.clone() for each in written]
+        found = []
+        for position, tokens in enumerate(texts.t().tolist()):
+            rows = [tokens, [position] * n_texts, range(n_texts)]
+            self._compute(np.array(rows, dtype=np.int64), self._of.n_of_first_layer)
+            found.append(self._of.stream[:n_texts].clone())
+        for each, was in zip(written, before, strict=True):
+            each.copy_(was)
+        own, exact = _by_pytorch(model, texts)
+        here = _distance(torch.stack(found, 1), exact)
+        return here <= max(_MOST_TIMES * _distance(own, exact), _ROUNDOFF * _size(exact))
+
+
+def _by_pytorch(model: GPT, texts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the residual stream (B, T, D) of whole `texts` (B, T) after the first layer, in fp32
+    and in fp64."""
+    positions = torch.arange(texts.shape[1])
+    x = model.embed(texts, positions)
+    block = model.blocks["0"]
+    found = []
+    for of, y in ((block, x), (copy.deepcopy(block).double(), x.double())):
+        rotary = rotations(positions, model.config, y.dtype, len(positions))
+        found.append(of(y, Positions(positions, positions, rotary)))
+    return found[0], found[1]
+
+
+def _distance(x: Tensor, exact: Tensor) -> float:
+    return _size(x.double() - exact)
+
+
+def _size(x: Tensor) -> float:
+    """Return the root of the mean square."""
+    return float(x.square().mean().sqrt())
+
+
+def obstacle(model: GPT, matmul: Matmul) -> str | None:
+    """Return why passes over one token of a model that multiplies by `matmul` are PyTorch's, a
+    phrase; None if a TokenPass can compute them."""
+    config = model.config
+    attention, activation = config.attention, config.feed_forward.activation
+    widths = (config.d_model, config.head_channels, config.feed_forward_width)
+    by_length = config.positions == "rotary" and config.rope_scaling.type in _BY_LENGTH
+    holds = {
+        "PyTorch multiplies": not isinstance(matmul, FewRows),
+        "the model is a slice": not (model.is_first and model.is_last),
+        "attention is latent": attention.type == "latent",
+        "it has experts": config.experts.count is not None,
+        "queries are normed over all heads together": attention.qk_norm == "width",
+        f"its activation is {activation}": activation not in _ACTIVATIONS,
+        "rotary frequencies go by the length of a text": by_length,
+        f"a width is no multiple of {native.CHANNELS}": any(n % native.CHANNELS for n in widths),
+        f"a head has over {_MOST_CHANNELS} channels": config.head_channels > _MOST_CHANNELS,
+        "a module computes in its own way": not all(map(_is_plain, model.modules())),
+        "a parameter is not fp32, in order": not all(map(_is_plain_fp32, model.parameters())),
+    }
+    return next((phrase for phrase, is_so in holds.items() if is_so), None)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module computes as its class does, and that is one of ours."""
+    if type(module) not in _MODULES or ("forward" in vars(module) and type(module) is not HeadLoss):
+        return False
+    if isinstance(module, Attention) and module.attend is not PLAIN_ATTENTION:
+        return False
+    return not isinstance(module, (Attention, MLP)) or module.read is read
+
+
+def _is_plain_fp32(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous()
+
+
+def token_pass(
+    model: GPT, matmul: Matmul, keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> TokenPass | None:
+    """Return the TokenPass of a model with a cache of `keys` and `values`, (n_slots, G, S, K) for
+    each layer; None if there is an obstacle, or if it is less precise than PyTorch here."""
+    if obstacle(model, matmul) is not None:
+        return None
+    assert isinstance(matmul, FewRows)
+    found = TokenPass(model, matmul, keys, values)
+    return found if found.is_precise() else None
