@@ -187,7 +187,7 @@ def _compiled(tell: Tell, device: torch.device) -> None:
 
     q = torch.randn(2, 8, 64, 32, device=device, requires_grad=True)
     k = torch.randn(2, 2, 64, 32, device=device, requires_grad=True)
-    row = {"compiled": "gqa", "capability": cuda_capability(q.device)}
+    row: dict[str, Any] = {"compiled": "gqa", "capability": cuda_capability(q.device)}
     for name, how in (("causal", Weighting()), ("window", Weighting(16))):
         attend = torch.compile(
             partial(PLAIN_ATTENTION, how=how), fullgraph=True, backend="aot_eager"

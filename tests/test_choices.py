@@ -48,7 +48,7 @@ from pentameter.model.loss import AuxiliaryLoss
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.pipeline.pipeline import SCHEDULES
+from pentameter.parallel.pipeline.bounded_stage import SCHEDULES
 from pentameter.parallel.precision import MATMULS, arithmetic
 from pentameter.parallel.sources.gpt_source import gpt_slice
 from pentameter.parallel.stage_module import StageModule

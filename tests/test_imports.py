@@ -272,3 +272,17 @@ def test_what_renders_templates_in_little_memory_loads_no_numpy():
     """Nor anything that takes address space by the core, as OpenBLAS does."""
     loaded = loaded_by("import pentameter.data.tokenizers.renderer\nimport jinja2.sandbox")
     assert not loaded & {"torch", "numpy", "tokenizers", "pydantic"}
+
+
+def test_what_may_compile_nothing_imports_no_compiler():
+    """PyTorch's is a second of a start, on some hosts four; `tests/train/test_light_starts.py` has
+    what these compute."""
+    verbs = [f"pentameter.cli.{verb}" for verb in ("train", "sample", "eval", "serve")]
+    modules = [
+        "pentameter.train.loop",
+        *verbs,
+        "pentameter.serve.server",
+        "pentameter.serve.worker",
+    ]
+    loaded = loaded_by("".join(f"import {module}\n" for module in modules))
+    assert not loaded & {"torch._dynamo", "torch._inductor"}

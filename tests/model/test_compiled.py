@@ -138,3 +138,79 @@ def test_ranks_hold_to_the_slowest():
     assert compiled.refused() == {"unfold": "-O2"}
     compiled.hold({"unfold": "plain"})
     assert compiled.refused() == {"unfold": "plain"}
+
+
+def doubled(x):
+    return x.sin() * 2
+
+
+class Holder:
+    @compiled.uncompiled
+    def method(self, x, *, times):
+        return x.cos() * times
+
+
+graphless = compiled.uncompiled(doubled)
+alone = compiled.uncompiled_alone(lambda x: compiled.Tensor.exp(doubled(x)))
+is_small = compiled.constant(lambda n: n < 3)
+
+
+@pytest.fixture(params=["marked", "not marked"])
+def graphs(request, monkeypatch):
+    """Compiles a function, and has a list with the operations of each of its graphs."""
+    if request.param == "not marked":
+        monkeypatch.setattr(compiled.Uncompiled, "__call__", compiled._unmarked)
+        for kind in (compiled._UncompiledAlone, compiled._Constant):
+            if "__call__" in vars(kind):
+                monkeypatch.delattr(kind, "__call__")
+    made = []
+
+    def backend(graph, _):
+        made.append([n.name for n in graph.graph.nodes if n.op.startswith("call")])
+        return graph.forward
+
+    def compile_(function):
+        if request.param == "marked":
+            function = compiled.ready_to_compile(function)
+        return torch.compile(function, backend=backend, dynamic=False)
+
+    torch.compiler.reset()
+    return compile_, made
+
+
+def test_compiled_code_calls_what_is_uncompiled_as_it_is(graphs):
+    compile_, made = graphs
+    holder = Holder()
+
+    def whole(x):
+        return holder.method(graphless(x + 1) + 2, times=3) + 4
+
+    x = torch.randn(5)
+    run = compile_(whole)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), whole(x))
+    assert made in ([["add"]] * 3, [["add"]] * 2)  # not marked, the method's caller is not compiled
+    assert graphless.__name__ == "doubled"
+
+
+def test_compiled_code_compiles_what_a_function_calls_that_is_uncompiled_alone(graphs):
+    compile_, made = graphs
+
+    def whole(x):
+        return alone(x + 1) + 4
+
+    x = torch.randn(5)
+    run = compile_(whole)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), whole(x))
+    assert made == [["add"], ["sin", "mul"], ["add"]]
+
+
+def test_a_constant_is_one_of_compiled_code(graphs):
+    compile_, made = graphs
+
+    def whole(x):
+        return x + 1 if is_small(2) else x - 1
+
+    assert compile_(whole)(torch.zeros(())) == 1
+    assert ["add"] in made

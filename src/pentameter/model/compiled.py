@@ -1,7 +1,9 @@
-"""A decorator that has `torch.compile` compile a function by itself, once for each kind of
-arguments (shapes, dtypes, numbers).
+"""Decorators for functions and PyTorch's compiler: `kernel` has `torch.compile` compile a function
+by itself, once for each kind of arguments (shapes, dtypes, numbers); `uncompiled` keeps one out of
+compiled code; `constant` makes its result a constant of it.
 
-Importing a file that uses it compiles nothing: the first call does.
+Importing a file that uses them compiles nothing and does not import the compiler, which takes a
+second of a start, on some hosts four: the first call of a kernel does, or `ready_to_compile`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,13 +34,94 @@ from pentameter.machine.kernel_checks import (
 )
 from pentameter.tree import Tree, leaves, map_leaves
 
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
-def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of `function` with its own code object, to be passed to `torch.compile`.
+
+def uncompiled(function: AnyFunction) -> AnyFunction:
+    """Decorator: compiled code calls this function or method as it is written, with all that it
+    calls, and its graph ends before the call. Like `torch.compiler.disable`, which imports the
+    compiler."""
+    return cast(AnyFunction, Uncompiled(function))
+
+
+def uncompiled_alone(function: AnyFunction) -> AnyFunction:
+    """Decorator: as `uncompiled`, but what the function calls may be compiled by itself: `disable`
+    with `recursive=False`."""
+    return cast(AnyFunction, _UncompiledAlone(function))
+
+
+def constant(function: AnyFunction) -> AnyFunction:
+    """Decorator: this function's result is a constant of compiled code that calls it, like
+    `torch.compiler.assume_constant_result`, which imports the compiler."""
+    return cast(AnyFunction, _Constant(function))
+
+
+class Uncompiled:
+    """A function or method that compiled code calls as it is written. Made by `uncompiled`.
+
+    PyTorch's compiler reads its marks on the class's `__call__`, which is not marked before
+    something is to be compiled.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._plain = function
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Return the function's result for these arguments."""
+        if torch.compiler.is_dynamo_compiling():  # for a caller who did not `ready_to_compile`
+            _mark()
+            return self(*arguments, **named)
+        return self._plain(*arguments, **named)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Return the method of an instance; of the class, this object."""
+        # The compiler does not take a MethodType of what is not a function.
+        return self if instance is None else functools.partial(self, instance)
+
+    def _always_plain(self, *arguments: Any, **named: Any) -> Any:
+        return self._plain(*arguments, **named)
+
+
+class _UncompiledAlone(Uncompiled):
+    made: list[_UncompiledAlone] = []  # noqa: RUF012 - for `_mark`
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.made.append(self)
+
+
+class _Constant(Uncompiled):
+    pass
+
+
+_unmarked = Uncompiled.__call__
+
+
+def _mark() -> None:
+    """Import PyTorch's compiler, and put its marks on the classes above."""
+    if Uncompiled.__call__ is not _unmarked:
+        return
+    plain, disable = Uncompiled._always_plain, torch.compiler.disable
+    for each in _UncompiledAlone.made:
+        each._plain = disable(each._plain, recursive=False)
+    marks: dict[type, Callable[..., Any]] = {
+        Uncompiled: disable(plain),
+        _UncompiledAlone: disable(plain, recursive=False),
+        _Constant: torch.compiler.assume_constant_result(plain),
+    }
+    for kind, marked in marks.items():
+        type.__setattr__(kind, "__call__", marked)
+
+
+def ready_to_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of `function` with its own code object, to be passed to `torch.compile`, and
+    mark for the compiler what is `uncompiled` or `constant`.
 
     PyTorch counts recompilations per code object and gives up after eight, and a process may
     train several models.
     """
+    _mark()
     own = FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -63,19 +146,19 @@ def kernel(function: Callable[..., Any]) -> Kernel:
     return Kernel(function)
 
 
-class Kernel:
+class Kernel(Uncompiled):  # or within compiled code the plain form would be compiled, too
     """A function that is compiled by `torch.compile` and checked against its eager form; call it
     like the function itself. Made by the decorator `kernel`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(self._checked_call)
         functools.update_wrapper(self, function)
         self._name = function.__name__
         self._function = function
         self._checked: dict[Hashable, Level] = {}
         self._compiled = functools.cache(self._compile)
 
-    @torch.compiler.disable  # or within compiled code the plain form would be compiled, too
-    def __call__(self, *arguments: Any) -> Any:
+    def _checked_call(self, *arguments: Any) -> Any:
         """Return the function's result for these arguments."""
         if _PLAIN.get():
             return self._function(*arguments)
@@ -103,7 +186,7 @@ class Kernel:
         options: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
         if level == "-O2":
             options |= careful_options()
-        own = with_own_code(self._function)
+        own = ready_to_compile(self._function)
         return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
     def _level(self, kind: Hashable, arguments: tuple[Any, ...]) -> Level:

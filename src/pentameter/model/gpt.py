@@ -83,10 +83,10 @@ class GPT(nn.Module):
         V, D = config.padded_vocab_size, config.d_model
 
         if self.is_first or (self.is_last and config.tied_head):
-            self.token_embedding = nn.Embedding(V, D)
+            self.token_embedding = _embedding(V, D)
         if self.is_first:
             if config.has_position_table:
-                self.position_embedding = nn.Embedding(config.context_length, D)
+                self.position_embedding = _embedding(config.context_length, D)
             self.embedding_dropout = StreamDropout(
                 EMBEDDING_SITE, config.embedding_dropout_rate, config.context_length
             )
@@ -353,3 +353,12 @@ def _norm(config: ModelConfig) -> nn.Module:
             return nn.RMSNorm(config.d_model, eps=config.norm_eps)
         case unknown:
             refuse_unknown(unknown, "model.norm", "the model")
+
+
+def _embedding(n: int, channels: int) -> nn.Embedding:
+    """Return `nn.Embedding(n, channels)`, as PyTorch makes it. On `meta` nothing is drawn: PyTorch
+    would import its compiler for it."""
+    weight = torch.empty(n, channels)
+    if not weight.is_meta:
+        weight.normal_()
+    return nn.Embedding.from_pretrained(weight, freeze=False)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pentameter.model.compiled import kernel
+from pentameter.model.compiled import kernel, uncompiled_alone
 from pentameter.model.matmul import PLAIN, matmul_dtype
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.buckets import MAX_LOGITS, row_chunks
@@ -320,7 +320,7 @@ class ChunkedLoss(Function):
         return *kept, None, None, None, None
 
 
-@torch.compiler.disable(recursive=False)  # it compiles what pays by itself, and counts its chunks
+@uncompiled_alone  # it compiles what pays by itself, and counts its chunks
 def chunked_loss_sum(
     x: Tensor,
     weight: Tensor,

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pentameter.model.compiled import constant, uncompiled
 from pentameter.model.grouped_matmul import Groups, grouped_linear, grouped_linear_at_once
 
 
@@ -80,7 +81,7 @@ class PreciseSums(Matmul):
     a weight's gradient is not rounded to 16 bits before it is added, and takes no operation and no
     memory of its own."""
 
-    @torch.compiler.disable  # within compiled code the sum would be made beside the total
+    @uncompiled  # within compiled code the sum would be made beside the total
     def differentiate(self, g: Tensor, x: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
         """Return the gradient for x (R, K), and add the weight's gradient to `weight_grad` (N, K)
         in place, in fp32 and in one matmul, given the gradient g (R, N) of x · weightᵀ."""
@@ -117,7 +118,7 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # A constant of a compiled graph, which has a guard on it: a trace cannot ask for a word of torch's.
-@torch.compiler.assume_constant_result
+@constant
 def _float32_is_rounded() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import OptimizerConfig
 from pentameter.optim.expert_muon import ExpertMuon
+from pentameter.optim.plain_rules import ADAM, SGD, Adam, AdamW, Muon
 from pentameter.planning.architecture import ParameterSpec
 
 NamedParameters = Iterable[tuple[str, Parameter]]
@@ -80,12 +81,12 @@ def build_optimizer(
     named_parameters: NamedParameters,
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
-    muon: type[torch.optim.Muon] = torch.optim.Muon,
+    muon: type[torch.optim.Muon] = Muon,
 ) -> AnyOptimizer:
     """Build the configured optimizer over the trainable parameters, grouped by `parameter_groups`.
 
     named_parameters: (name, parameter) pairs. table: the model's parameters by name, with whether
-    each decays and is a matrix in a block. muon: torch's class, or `ShardedMuon` if these matrices
+    each decays and is a matrix in a block. muon: PyTorch's rule, or `ShardedMuon` if these matrices
     are sharded.
 
     For `optimizer.name = "muon"`, the result is a JointOptimizer: `muon` for matrices in blocks,
@@ -132,11 +133,11 @@ def _one_rule(
         case "sgd":
             # DTensor supports Adam's fused update, not SGD's.
             fused = fused and not any(hasattr(each, "device_mesh") for each in parameters)
-            return torch.optim.SGD(groups, lr=rate, momentum=config.momentum_used, fused=fused)
+            return SGD(groups, lr=rate, momentum=config.momentum_used, fused=fused)
         case "adam":
-            return torch.optim.Adam(groups, lr=rate, betas=betas, eps=eps, fused=fused)
+            return Adam(groups, lr=rate, betas=betas, eps=eps, fused=fused)
         case "adamw" | "muon":
-            return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=fused)
+            return AdamW(groups, lr=rate, betas=betas, eps=eps, fused=fused)
         case unknown:
             refuse_unknown(unknown, "optimizer.name", "the optimizer")
 
@@ -155,9 +156,7 @@ def can_step_unless(optimizer: AnyOptimizer) -> bool:
     """Return True if `step_unless` accepts a tensor for this optimizer, which must be a fused Adam
     or AdamW. Fused SGD would leave the first momentum uninitialized, and Muon or a custom optimizer
     would ignore the tensor."""
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
-        group["fused"] for group in optimizer.param_groups
-    )
+    return type(optimizer) in ADAM and all(group["fused"] for group in optimizer.param_groups)
 
 
 def step_unless(optimizer: AnyOptimizer, is_off: torch.Tensor | None) -> None:

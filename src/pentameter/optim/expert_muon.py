@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from pentameter.optim.plain_rules import PlainRule
 from pentameter.parallel.local_shards import is_distributed, local_shard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -25,7 +26,7 @@ EPS = 1e-7
 """Lower bound for the norm by which a matrix is divided."""
 
 
-class ExpertMuon(torch.optim.Optimizer):
+class ExpertMuon(PlainRule):
     """Muon for parameters (E, N, K): each matrix gets the update of `torch.optim.Muon` with
     Nesterov momentum and `adjust_lr_fn="match_rms_adamw"`. `params` are parameter groups (dicts),
     which may set `lr`, `momentum` and `weight_decay` (0 by default).

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from pentameter.optim.plain_rules import Muon
 from pentameter.parallel.local_shards import copy_shard, is_distributed
 
 
-class ShardedMuon(torch.optim.Muon):
+class ShardedMuon(Muon):
     """Muon that all-gathers each sharded matrix for its update, because the rule needs whole
     matrices.
 
@@ -39,7 +40,7 @@ class ShardedMuon(torch.optim.Muon):
         state = self.state[parameter]
         whole = Parameter(_gathered(parameter))
         whole.grad = _gathered(parameter.grad)
-        rule = torch.optim.Muon([whole], **options)
+        rule = Muon([whole], **options)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         rule.state[whole]["momentum_buffer"] = _gathered(state["momentum_buffer"])

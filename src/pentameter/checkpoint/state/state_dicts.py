@@ -278,14 +278,15 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
     import torch
 
     from pentameter.optim.expert_muon import ExpertMuon
+    from pentameter.optim.plain_rules import ADAM, SGD, Muon
     from pentameter.optim.sharded_muon import ShardedMuon
 
     groups, kind = optimizer.param_groups, type(optimizer)  # a user's subclass may keep more
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
+    if kind in ADAM:
         extra = {"max_exp_avg_sq"} if any(group["amsgrad"] for group in groups) else set()
         return {"step", "exp_avg", "exp_avg_sq"} | extra
-    if kind in (torch.optim.Muon, ShardedMuon, ExpertMuon):
+    if kind in (torch.optim.Muon, Muon, ShardedMuon, ExpertMuon):
         return {"momentum_buffer"}
-    if kind is torch.optim.SGD:
+    if kind in (torch.optim.SGD, SGD):
         return {"momentum_buffer"} if any(group["momentum"] for group in groups) else set()
     return None

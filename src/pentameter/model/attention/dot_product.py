@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pentameter.model.compiled import constant
 from pentameter.model.dropout import WeightsDropout
 from pentameter.planning.sub_layers.attention import SINK_CHANNELS
 
@@ -186,7 +187,7 @@ def wants_equal_widths(
     return not (fits and capability // 10 in (9, 10))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def cuda_capability(device: torch.device) -> int | None:
     """Return the compute capability of a GPU times ten (80 for 8.0); None for any other device. An
     AMD chip's is what PyTorch gives it: 90 and more."""

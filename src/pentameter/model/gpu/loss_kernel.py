@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentameter.model.compiled import uncompiled
+
 MOST_COLUMNS = 4096
 """Logits of a row that a program reads at once. Rows that programs have begun, two on each
 multiprocessor, must lie in a GPU's cache until their second reading: 26 MB of an H100's 50 for
@@ -99,7 +101,7 @@ def _row_kernel(
             tl.store(row_at + column, g.to(logits_at.dtype.element_ty), mask=column < width)
 
 
-@torch.compiler.disable  # launched as it is, like a kernel that is compiled on its own
+@uncompiled  # launched as it is, like a kernel that is compiled on its own
 def one_pass_row_loss(
     logits: Tensor,
     bias: Tensor | None,

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pentameter.model.compiled import uncompiled
 from pentameter.model.experts import (
     Compute,
     Exchange,
@@ -99,7 +100,7 @@ class ExpertExchange(Exchange):
     n_shards: int
     sent_bytes: int = 0
 
-    @torch.compiler.disable
+    @uncompiled
     def dispatch(self, rows: Tensor, ends: Tensor) -> _Dispatched:
         """Start to send rows (R, D), in the matmul dtype, to their experts' ranks; return the
         exchange under way, for `outputs`. The rows are sorted by expert, and `ends` (E,) is the
@@ -110,7 +111,7 @@ class ExpertExchange(Exchange):
         arriving, has_gradient = there.start(leaving), rows.requires_grad
         return _Dispatched(arriving, there, received, own_ends, len(rows), has_gradient)
 
-    @torch.compiler.disable
+    @uncompiled
     def outputs(self, compute: Compute, dispatched: _Dispatched) -> Tensor:
         """Return the outputs (R, D) of all experts for the rows that were `dispatched`; 0 for rows
         behind the last expert's. `compute` applies this rank's experts. Collective."""
@@ -219,7 +220,7 @@ class TokenShards(Tokens):
     n: int
     group_name: str
 
-    @torch.compiler.disable
+    @uncompiled
     def shard(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return this rank's shard of tokens (N, D) and of their Routing. Collective in the
         backward pass."""
@@ -229,7 +230,7 @@ class TokenShards(Tokens):
         )
         return _Shard.apply(x, self), own
 
-    @torch.compiler.disable
+    @uncompiled
     def gather(self, y: Tensor, n_tokens: int) -> Tensor:
         """Return the outputs of all N = `n_tokens` tokens, (N, D), all-gathered from the ranks,
         given this rank's outputs y of its own shard of the tokens. Collective."""

@@ -16,10 +16,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from pentameter.parallel.waits import finish
 
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
+}
+"""Maps `parallel.schedule` to PyTorch's schedule."""
 META = torch.device("meta")
 SCHEDULES_LET_GO = hasattr(PipelineStage, "release_fwd_send_outputs")
 """Whether PyTorch's schedules release sent activations: since torch 2.15, which also allocates no
@@ -173,6 +188,17 @@ class SendingStage(BoundedStage):
             _wait(works)
         self._sends.clear()
         super().end_step()
+
+
+def stage_class(schedule: str) -> type[BoundedStage]:
+    """Return the class of a stage for a `parallel.schedule`.
+
+    Before torch 2.15 PyTorch's 1F1B posts a send and a receive as one call, and releases each
+    message; the other schedules hold sent tensors until the step ends.
+    """
+    if SCHEDULES_LET_GO or schedule == "1f1b":
+        return BoundedStage
+    return SendingStage
 
 
 class _WithoutMemory(dict[int, Any]):

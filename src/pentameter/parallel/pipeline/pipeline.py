@@ -6,47 +6,21 @@ Shapes: n micro-batches, B rows in each, T this rank's tokens, D d_model, V padd
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES, look_up
-from pentameter.parallel.pipeline.bounded_stage import (
-    SCHEDULES_LET_GO,
-    BoundedStage,
-    SendingStage,
-)
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.architecture import residual_stream
 from pentameter.planning.plan import Plan
 from pentameter.tree import Tree, leaves
 
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zero-bubble-v": ScheduleZBVZeroBubble,
-}
-STAGES: dict[str, type[BoundedStage]] = {
-    "gpipe": SendingStage,
-    "1f1b": BoundedStage,
-    "interleaved": SendingStage,
-    "zero-bubble": SendingStage,
-    "zero-bubble-v": SendingStage,
-}
-"""Maps `parallel.schedule` to its stage class before torch 2.15 (SCHEDULES_LET_GO is false).
-PyTorch's 1F1B posts a send and a receive as one call, and releases each message; the other
-schedules hold sent tensors until the step ends."""
+if TYPE_CHECKING:  # it imports PyTorch's compiler, which runs without a pipeline need not load
+    from pentameter.parallel.pipeline.bounded_stage import BoundedStage
+
 Use = Literal["train", "evaluate", "rows", "logits"]
 
 
@@ -195,6 +169,8 @@ class Pipeline:
             for each in leaves(inputs)
         ]
         shapes = tuple((each.shape, each.dtype) for each in on_meta)
+        from pentameter.parallel.pipeline.bounded_stage import SCHEDULES
+
         key = (use, name, n_micro_batches, shapes)
         if key not in self._schedules:
             stages = [
@@ -220,6 +196,8 @@ class Pipeline:
         schedule: a `parallel.schedule`.
         inputs: the first stage's inputs for one micro-batch, (B, …), on `meta`.
         """
+        from pentameter.parallel.pipeline.bounded_stage import stage_class
+
         plan, layout = self._plan, self._plan.layout
         micro_batch_size = len(inputs[0])
         (T,) = plan.sharding.local_shape((plan.config.model.context_length,), ("context",))
@@ -241,8 +219,7 @@ class Pipeline:
         else:
             shape = (micro_batch_size, T, plan.vocab_size_padded)
             output = torch.empty(shape, dtype=self._logits_dtype, **on_meta)
-        stage = BoundedStage if SCHEDULES_LET_GO else STAGES[schedule]
-        return stage(
+        return stage_class(schedule)(
             module,
             number,
             layout.n_stages,

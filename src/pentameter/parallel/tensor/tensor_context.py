@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pentameter.model.compiled import uncompiled
 from pentameter.model.gpt import GPT
 from pentameter.model.loss import HeadLoss, chunked_loss_sum
 from pentameter.model.matmul import Matmul
@@ -157,7 +158,7 @@ def head_loss(context: TensorContext, loss: HeadLoss) -> Forward:
 
     # Compiled, ranks on one machine would load each other's code from a cache whose key has the
     # full weight's sizes only.
-    @torch.compiler.disable
+    @uncompiled
     def shards(
         x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
