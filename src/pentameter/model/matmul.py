@@ -10,6 +10,7 @@ Shapes: K inputs and N outputs; R rows, of tokens; E groups of rows, which have 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ class Matmul:
         """Return x · weightᵀ + bias (…, N), differentiable, for x (…, K), weight (N, K) and bias
         (N,) or None. Under autocast it is computed in autocast's dtype."""
         return F.linear(x, weight, bias)
+
+    def adding_like(self, n_rows: int) -> AbstractContextManager[None]:
+        """Inside the `with` block, add fewer rows than n_rows as n_rows are added, where this
+        Matmul can, so that all of them round alike. PyTorch's cannot."""
+        return nullcontext()
 
     def input_gradient(self, g: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
         """Return x's gradient g · weight (…, K), for g (…, N) and weight (N, K). With `total`

@@ -6,9 +6,10 @@ differently with the number of rows (they choose other blocks), and so does atte
 number of keys that it reads. So only a few shapes are used:
 
 - `read` takes a piece of one text. Its shape follows from the text's length alone.
-- `write` takes one new token for each text. Rows and keys are padded to numbers for which
-  `find_shapes` has found, on this machine and with this model, that they give the same bits. If
-  there are none, each text has a pass of its own.
+- `write` takes one new token for each text. On a CPU a TokenPass computes them, whose rows do not
+  depend on each other. Elsewhere, and for a model that it does not know, rows and keys are padded
+  to numbers for which `find_shapes` has found, on this machine and with this model, that they give
+  the same bits. If there are none, each text has a pass of its own.
 
 Shapes: B slots, T tokens, H heads, G KV heads, S keys, K channels of a head (head size), V
 vocabulary (unpadded).
@@ -17,7 +18,6 @@ vocabulary (unpadded).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -25,10 +25,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from pentameter.config.schema import ModelConfig
 from pentameter.generation.captured import Captured, can_be_captured
-from pentameter.generation.few_rows import FewRows, few_rows, multiply_by
+from pentameter.generation.few_rows import few_rows, multiply_by
 from pentameter.generation.loop import chosen_kernels
 from pentameter.generation.sampling import Floats
+from pentameter.generation.token_pass import token_pass
 from pentameter.keyed import bits, make_key
 from pentameter.machine.on_host import on_host
 from pentameter.model.attention.attention import attend_by
@@ -90,6 +92,21 @@ class _Memory:
     def all(self) -> list[Tensor]:
         """All tensors of the cache: keys, values and chosen experts of every layer."""
         return [*self.keys, *self.values, *self.chosen]
+
+
+def _zeroed_memory(config: ModelConfig, n_slots: int, n_keys: int, like: Tensor) -> _Memory:
+    """Return the memory of `n_slots` texts of up to n_keys tokens, zeros, in the dtype and on the
+    device of `like`."""
+    n_heads, *channels = config.cached_per_token
+    keys, values = (
+        [like.new_zeros((n_slots, n_heads, n_keys, n)) for _ in range(config.n_layers)]
+        for n in channels
+    )
+    if config.experts.capacity is None:
+        return _Memory(keys, values, ())
+    shape = n_slots, 1, n_keys, config.experts.n_chosen
+    chosen = [like.new_zeros(shape, dtype=torch.int64) for _ in keys]
+    return _Memory(keys, values, chosen)
 
 
 @dataclass(eq=False)
@@ -195,7 +212,7 @@ class Slots:
     def __init__(self, model: GPT, vocab_size: int, n_slots: int) -> None:
         weight = next(model.parameters())
         self._model = model.eval()
-        self._device, self._dtype = weight.device, weight.dtype
+        self._device = weight.device
         self._vocab_size = vocab_size
         self._kernels = partial(chosen_kernels, weight.device, weight.dtype)
         self._steps = Captured(weight.device, is_on=False)
@@ -205,20 +222,12 @@ class Slots:
         # The memory of every slot begins at the same alignment. Padding rows write to its last
         # key.
         self._n_keys = _rounded_up(context_length, _KEY_UNIT) + _KEY_UNIT
-        n_heads, *channels = model.config.cached_per_token
-        n_layers = model.config.n_layers
-        make = partial(torch.zeros, device=self._device, dtype=self._dtype)
-        keys, values = (
-            [make((n_slots, n_heads, self._n_keys, n)) for _ in range(n_layers)] for n in channels
-        )
-        chosen = make((n_slots, 1, self._n_keys, model.config.experts.n_chosen), dtype=torch.int64)
-        has_capacity = model.config.experts.capacity is not None
-        self._memory = _Memory(
-            keys, values, [chosen.clone() for _ in range(n_layers)] if has_capacity else ()
-        )
+        self._memory = memory = _zeroed_memory(model.config, n_slots, self._n_keys, weight)
+        self._matmul, self._like_rows = few_rows(model), n_slots
+        self.in_one_call = token_pass(model, self._matmul, memory.keys, memory.values)
+        """The TokenPass that writes, if there is one."""
         self._attention = SlotAttention()
         attend_by(model, self._attention)
-        self._matmul, self._like_rows = few_rows(model), n_slots
         multiply_by(model, self._matmul)
         unit = _rounded_up(-(-self._n_keys // _MOST_KEY_SIZES), _PIECE_UNIT)
         sizes = range(unit, self._n_keys, unit)
@@ -270,9 +279,14 @@ class Slots:
     @torch.inference_mode()
     def write(self, rows: dict[int, tuple[int, int, int]]) -> dict[int, Floats]:
         """Add one token to each of several texts, in one forward pass; if no padded shapes were
-        found that give equal bits, in a pass for each text. `rows` maps a slot to (token, its
+        found that give equal bits, in a pass for each text. With a TokenPass no row depends on
+        another, and nothing is padded. `rows` maps a slot to (token, its
         position in the window, how many tokens the window has). Return slot → logits (V,) after
         that token."""
+        if self.in_one_call is not None:
+            tokens, numbers, _ = zip(*rows.values(), strict=True)
+            found = on_host(self.in_one_call(tokens, numbers, list(rows))[:, : self._vocab_size])
+            return dict(zip(rows, found, strict=True))
         if self.shapes.batch_sizes == (1,):
             return {slot: self._write({slot: row}, slot, 1)[0] for slot, row in rows.items()}
         size = next(size for size in self.shapes.batch_sizes if size > max(rows))
@@ -299,10 +313,8 @@ class Slots:
         its window has."""
         tokens, positions, write_at, lengths = inputs
         under_way = _Pass(self._memory, slots, positions, n_seen, write_at=write_at)
-        matmul, n = self._matmul, self._like_rows
         # A text alone then need not go through a pass of several rows.
-        alike = matmul.adding_like(n) if isinstance(matmul, FewRows) else nullcontext()
-        with alike:
+        with self._matmul.adding_like(self._like_rows):
             (logits,) = self._pass(tokens[None], positions, lengths, under_way, slice(None))
         return logits
 
@@ -335,7 +347,9 @@ class Slots:
     def find_shapes(self) -> Shapes:
         """Find by trial the padded shapes with which `write` gives every row the same bits, in any
         slot and beside any other rows. They are used from now on, and returned. All slots are zero
-        afterwards."""
+        afterwards. A TokenPass needs none."""
+        if self.in_one_call is not None:
+            return self.shapes
         whole, everyone = self.shapes, self.n_slots
         self._steps = Captured(self._device, is_on=False)
         _make_up([*self._memory.keys, *self._memory.values])
@@ -350,8 +364,9 @@ class Slots:
             self.shapes = Shapes(tuple(batches), (*keys, self._n_keys))
         for each in self._memory.all:
             each.zero_()
-        is_on = can_be_captured(self._device, self._model.config)
-        self._steps = Captured(self._device, is_on=is_on)
+        self._steps = Captured(
+            self._device, is_on=can_be_captured(self._device, self._model.config)
+        )
         return self.shapes
 
     def _agree(
@@ -376,13 +391,12 @@ class Slots:
         the slots' content is restored afterwards."""
         slots = torch.arange(len(rows), device=self._device)
         numbers = torch.tensor([number for _, number in rows], device=self._device)
-        stored = self._memory.all
-        before = [each[slots, :, numbers].clone() for each in stored]
+        before = [each[slots, :, numbers].clone() for each in self._memory.all]
         shapes, self.shapes = self.shapes, Shapes((len(rows),), (n_keys,))
         lengths = {slot: (*row, row[1] + 1) for slot, row in enumerate(rows)}
         logits = self._write(lengths, 0, len(rows))
         self.shapes = shapes
-        for each, was in zip(stored, before, strict=True):
+        for each, was in zip(self._memory.all, before, strict=True):
             each[slots, :, numbers] = was
         return logits
 

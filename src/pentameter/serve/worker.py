@@ -76,10 +76,13 @@ class ServedModel:
         template may hold, slots and cache size, and whether texts are computed in common
         passes."""
         shapes, cache = self.slots.shapes, size(self.slots.cache_bytes)
+        alike = f"in passes over {', '.join(map(str, shapes.batch_sizes))}, which round alike"
         how = (
-            "each in a pass of its own: on this machine, passes over several round differently"
+            "each step of theirs in one call"
+            if self.slots.in_one_call is not None
+            else "each in a pass of its own: on this machine, passes over several round differently"
             if shapes.batch_sizes == (1,)
-            else f"in passes over {', '.join(map(str, shapes.batch_sizes))}, which round alike"
+            else alike
         )
         chat = "without chat template"
         if self.tokenizer.chat is not None:

@@ -21,6 +21,7 @@ typedef Lanes<4>::Type Quad;
 
 typedef uint16_t Bf16;
 constexpr int64_t MOST_BLOCK = 384;
+constexpr int64_t LEAST_WORK = 1 << 17;  // products of which a second thread takes its share
 constexpr int64_t AT_ONCE = 8;  // rows of w: as many sums hide the latency of an addition
 
 // Keeps the compiler from fusing a product with the addition that follows.
@@ -110,7 +111,7 @@ template <int W, class Weight>
 void multiply(float* y, const float* x, float* xt, const Weight* w, int64_t M, int64_t N, int64_t K,
               int64_t block) {
     const int64_t groups = (M + W - 1) / W;
-#pragma omp parallel
+#pragma omp parallel if (M * N * K >= LEAST_WORK)
     {
 #pragma omp for collapse(2)
         for (int64_t g = 0; g < groups; ++g)
@@ -137,7 +138,7 @@ void multiply(float* y, const float* x, float* xt, const Weight* w, int64_t M, i
 
 template <class Weight>
 void one_row(float* y, const float* x, const Weight* w, int64_t N, int64_t K) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (N * K >= LEAST_WORK)
     for (int64_t first = 0; first < N; first += AT_ONCE)
         if (N - first >= AT_ONCE)
             by_lanes<AT_ONCE>(y + first, x, w + first * K, K);
