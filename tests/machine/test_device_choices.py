@@ -184,6 +184,30 @@ def test_a_short_run_is_not_compiled():
     assert "too short" in reason
 
 
+@pytest.mark.parametrize(
+    ("seconds", "found", "compiled", "said"),
+    [
+        (15, "kernels in C++", False, "(about 15 s) to earn back 8 s of compiling"),
+        (17, "kernels in C++", True, "it builds"),
+        (17, None, False, "(about 17 s) to earn back 40 s of compiling"),  # the C++ did not build
+        (81, None, True, "it builds"),
+    ],
+)
+def test_a_run_is_weighed_against_what_is_compiled_for_it(seconds, found, compiled, said):
+    here = machine()
+    chosen = choose_compile(
+        "auto",
+        CPU,
+        total_flops=seconds * here.cpu.n_cores * choices._EAGER_CORE_FP32,
+        precision="fp32",
+        capabilities=here,
+        makes="kernels in C++",
+        find=lambda *_: Compiler("g++", True, "it builds", found),
+    )
+    assert chosen[0] == compiled
+    assert said in chosen[1]
+
+
 def test_compile_needs_a_compiler_that_works(monkeypatch, tmp_path):
     broken = Compiler("g++", works=False, reason="it builds nothing that runs")
     with monkeypatch.context() as patch:

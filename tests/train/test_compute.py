@@ -8,7 +8,12 @@ import torch
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import native
-from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machine_capabilities
+from pentameter.machine.capabilities import (
+    Capabilities,
+    Compiler,
+    GpuCapabilities,
+    machine_capabilities,
+)
 from pentameter.machine.fastest_matmul import Ceiling
 from pentameter.model import compiled
 from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
@@ -383,3 +388,40 @@ def test_8_bits_are_refused_where_a_gpu_has_none_and_emulated_on_a_cpu():
     check("cpu")
     with pytest.raises(ConfigError, match=r"'fp8' is not possible on NVIDIA A100: .* 8\.9"):
         check("cuda:0")
+
+
+def test_kernels_that_cannot_be_built_are_tried_once(monkeypatch):
+    tried = []
+
+    def load(name, _):
+        tried.append(name)
+        return "the compiler fails"
+
+    monkeypatch.setattr(native, "load", load)
+    monkeypatch.setattr(compute, "compiler_command", lambda: "g++")
+    monkeypatch.setattr(compute, "find_compiler", lambda *_: Compiler("g++", True, "g++ builds"))
+    monkeypatch.setattr(compute, "ceiling", lambda *_: Ceiling(1e12))
+    monkeypatch.setattr(compute, "rehearse", lambda *_: {})
+    chosen = choose_compute(plan(precision="fp32"))
+    assert chosen.compiled
+    assert tried == ["vector"]
+    assert "; the compiler fails" in chosen.compile_reason
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "expected"),
+    [
+        ({"context_length": 32, "n_heads": 2}, "bf16", "kernels in C++"),
+        ({"context_length": 24, "n_heads": 2}, "bf16", None),
+        ({"context_length": 32, "n_heads": 4}, "bf16", None),
+        ({"context_length": 32, "d_model": 40}, "bf16", None),
+        ({"context_length": 32, "n_heads": 2}, "fp64", None),
+        ({"context_length": 32, "attention": {"sliding_window": 8}}, "bf16", None),
+    ],
+)
+def test_what_is_compiled_is_known_before_it_is(monkeypatch, model, precision, expected):
+    monkeypatch.setattr(native, "machine_obstacle", lambda *_: None)
+    planned = plan(precision=precision, **model)
+    made = compute._makes(planned, torch.device("cpu"), precision, machine_capabilities())
+    assert made == expected
+    assert compute._makes(planned, torch.device("cuda"), precision, machine_capabilities()) is None

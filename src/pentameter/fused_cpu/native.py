@@ -74,12 +74,10 @@ def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> st
     capabilities: this machine's. level: the compiler's level of optimization. Never raises: without
     the library a run is slower, not impossible.
     """
+    if (obstacle := machine_obstacle(name, capabilities)) is not None:
+        return obstacle
     machine = machine_flags(name, capabilities.cpu)
-    if machine is None:
-        lacks = "AMX" if name == "AMX" else "neither AVX2 nor AVX-512"
-        return f"the CPU has {'no ' if name == 'AMX' else ''}{lacks}"
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"the {name} kernels are for Linux on x86-64"
+    assert machine is not None
     try:
         try:
             path = build(name, (level, *machine))
@@ -95,6 +93,16 @@ def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> st
     if not works:
         return "the system does not let this process use AMX"
     _loaded[name] = library
+    return None
+
+
+def machine_obstacle(name: Name, capabilities: Capabilities) -> str | None:
+    """Return a phrase that says why this CPU or system has no use for a library; None if it has."""
+    if machine_flags(name, capabilities.cpu) is None:
+        lacks = "AMX" if name == "AMX" else "neither AVX2 nor AVX-512"
+        return f"the CPU has {'no ' if name == 'AMX' else ''}{lacks}"
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"the {name} kernels are for Linux on x86-64"
     return None
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -91,14 +91,21 @@ class Capabilities:
         return self.gpus[index]
 
 
+Compiled = Literal["kernels in C++", "Inductor's C++", "Inductor's Triton"]
+"""What is compiled for a step: the fused step's kernels on a CPU, or what `torch.compile` makes of
+the plain model on a CPU or a GPU."""
+
+
 @dataclass(frozen=True)
 class Compiler:
     """The compiler command that `torch.compile` calls (None if there is none), whether it works,
-    and why or why not."""
+    and why or why not; `makes` is another thing than its own if the fused step's kernels are all
+    that a step needs."""
 
     command: str | None
     works: bool
     reason: str
+    makes: Compiled | None = None
 
 
 def machine_capabilities(root: Path = Path("/")) -> Capabilities:

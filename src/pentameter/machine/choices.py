@@ -13,6 +13,7 @@ from pentameter.config.choices import Precision, refuse_unknown
 from pentameter.errors import ConfigError
 from pentameter.machine.capabilities import (
     Capabilities,
+    Compiled,
     Compiler,
     GpuCapabilities,
     find_compiler,
@@ -27,9 +28,19 @@ _PRECISIONS: tuple[str, ...] = get_args(Precision)
 _ROCM_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 _ROCM_TF32 = ("gfx94",)
 
-# `compile = "auto"`: what compiling costs, and the share of an uncompiled step that it saves.
-# Both are on the careful side of what the character GPT shows on two CPU cores.
-COMPILE_SECONDS = 40.0
+COMPILE_SECONDS: dict[Compiled, float] = {
+    # The quickstart's on two cores: 3.6 s to build, 0.2 to check them, or 7.0 s of one core.
+    "kernels in C++": 8.0,
+    # 30 to 60 s for models that the fused step does not know, on two cores.
+    "Inductor's C++": 40.0,
+    # The character GPT: 40 s on an H100, on an H200 28 until after its first step.
+    "Inductor's Triton": 40.0,
+}
+"""What is compiled for a step → the seconds that it takes, for `compile = "auto"`: where nothing is
+cached, since a choice that went by the cache would not be the same when a run is resumed. Figures
+are in `benchmarks/measurements/startup.md` and `gpu.md`."""
+# The share of an uncompiled step that compiling saves, on the careful side of what the character
+# GPT shows on two CPU cores.
 COMPILE_SAVING = 0.5
 # FLOP/s that uncompiled training sustains, to tell a long run from a short one: per CPU core
 # (a small model on two cores with AMX: 0.07 TFLOP/s; the character GPT in fp32: 0.13), per GPU.
@@ -149,17 +160,19 @@ def choose_compile(
     total_flops: float,
     precision: str | None = None,
     capabilities: Capabilities | None = None,
+    makes: Compiled | None = None,
     find: Callable[[torch.device, Capabilities], Compiler] | None = None,
 ) -> tuple[bool, str]:
     """Return (whether to compile the step, the reason in words). Nothing is compiled here but what
     `find` tries.
 
     setting: `train.compile`. `auto` compiles if a compiler works and the saved time of the whole
-    run, `total_flops`, exceeds the 40 s or so spent on compiling. The rest of the run does not
-    count by itself, so that a resumed run chooses the same. precision: from `choose_precision`;
-    None for its `auto`. capabilities: this machine's, by default looked up. find: finds and tries
-    the step's compiler; by default `find_compiler`, that of `torch.compile`. Raises ConfigError if
-    `setting` is True and no compiler works.
+    run, `total_flops`, exceeds the COMPILE_SECONDS of what is compiled. The rest of the run does
+    not count by itself, so that a resumed run chooses the same. precision: from `choose_precision`;
+    None for its `auto`. capabilities: this machine's, by default looked up. makes: what is to be
+    compiled; by default what `torch.compile` makes for the device. find: finds and tries the step's
+    compiler, which may have to make what takes longer; by default `find_compiler`, that of
+    `torch.compile`. Raises ConfigError if `setting` is True and no compiler works.
     """
     capabilities = capabilities or machine_capabilities()
     find = find or find_compiler
@@ -175,15 +188,26 @@ def choose_compile(
             )
         case "auto":
             seconds = total_flops / _eager_flops(device, precision, capabilities)
-            if seconds * COMPILE_SAVING < COMPILE_SECONDS:
-                return False, (
-                    f"the run is too short (about {seconds:.0f} s) to earn back "
-                    f"{COMPILE_SECONDS:.0f} s of compiling"
-                )
+            by_torch: Compiled = "Inductor's C++" if device.type == "cpu" else "Inductor's Triton"
+            if (short := _too_short(seconds, makes or by_torch)) is not None:
+                return False, short
             compiler = find(device, capabilities)
+            if compiler.works and (short := _too_short(seconds, compiler.makes or by_torch)):
+                return False, short
             return compiler.works, compiler.reason
         case unknown:
             refuse_unknown(unknown, "train.compile", "the engine")
+
+
+def _too_short(seconds: float, makes: Compiled) -> str | None:
+    """Return a phrase that says why a run that takes so many seconds uncompiled is too short to be
+    compiled; None if it is not."""
+    compiling = COMPILE_SECONDS[makes]
+    if seconds * COMPILE_SAVING >= compiling:
+        return None
+    return (
+        f"the run is too short (about {seconds:.0f} s) to earn back {compiling:.0f} s of compiling"
+    )
 
 
 def choose_asynchronous(

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from pentameter.fused_cpu.amx_attention import attention_obstacle
 from pentameter.fused_cpu.rehearsal import rehearse, settle
 from pentameter.machine.capabilities import (
     Capabilities,
+    Compiled,
     Compiler,
     compiler_command,
     find_compiler,
@@ -57,6 +58,9 @@ from pentameter.planning.layouts.layout_checks import compile_obstacle, uncompil
 from pentameter.planning.plan import Plan
 from pentameter.processes.group.join import local_device
 from pentameter.processes.group.world import World
+
+Load = Callable[[native.Name], str | None]
+"""Loads a library of kernels, or returns why not."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,12 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         lambda: choose_precision(train.precision, device, capabilities)
     )
 
+    @cache  # a compiler that fails takes seconds
+    def load(name: native.Name) -> str | None:
+        return native.load(name, capabilities)
+
     def compilation() -> tuple[bool, str]:
-        return _choose_compile(plan, device, precision, capabilities, n_devices)
+        return _choose_compile(plan, device, precision, capabilities, n_devices, load)
 
     compiled, compile_reason = world.on_main(compilation)
     if compiled:
@@ -143,7 +151,7 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
-            how, native_kernels = _choose_kernels(plan, precision, capabilities, world)
+            how, native_kernels = _choose_kernels(plan, precision, capabilities, world, load)
             compile_reason += how
     if compiled and (exception := uncompiled_blocks(plan.config, plan.layout)) is not None:
         compile_reason += f"; {exception}"
@@ -182,10 +190,11 @@ def _choose_compile(
     precision: str,
     capabilities: Capabilities,
     n_devices: int,
+    load: Load,
 ) -> tuple[bool, str]:
     """Return whether to compile the step, and the reason in words. With `train.compile` = auto, the
     time to compile is weighed against the run's FLOPs per device. `n_devices` counts GPUs, or on
-    CPUs machines."""
+    CPUs machines. `load` loads a library of kernels."""
     train = plan.config.train
     obstacle = compile_obstacle(plan.layout)
     if obstacle is not None:
@@ -196,12 +205,13 @@ def _choose_compile(
         total_flops=plan.total_tokens * plan.least_flops_per_token / max(1, n_devices),
         precision=precision,
         capabilities=capabilities,
-        find=partial(_find_compiler, plan, precision),
+        makes=_makes(plan, device, precision, capabilities),
+        find=partial(_find_compiler, plan, precision, load),
     )
 
 
 def _find_compiler(
-    plan: Plan, precision: str, device: torch.device, capabilities: Capabilities
+    plan: Plan, precision: str, load: Load, device: torch.device, capabilities: Capabilities
 ) -> Compiler:
     """Return the compiler of the fused step's C++ kernels if it builds them on this CPU, else that
     of `torch.compile`, tried out. A fused step asks `torch.compile` only for kernels that the C++
@@ -209,9 +219,26 @@ def _find_compiler(
     command = compiler_command()
     fused = device.type == "cpu" and plan.fused_obstacle is None
     takes = fused and "vector" in _wanted_kernels(plan, precision)
-    if command is None or not takes or native.load("vector", capabilities) is not None:
+    if command is None or not takes or load("vector") is not None:
         return find_compiler(device, capabilities)
-    return Compiler(command, True, f"{command} builds")
+    makes = _makes(plan, device, precision, capabilities)
+    return Compiler(command, True, f"{command} builds", makes)
+
+
+def _makes(
+    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities
+) -> Compiled | None:
+    """Return "kernels in C++" if these are all that a compiled step of `plan` needs, as far as can
+    be said without building them; else None."""
+    model = plan.config.model
+    if device.type != "cpu" or plan.fused_obstacle is not None:
+        return None
+    widths = (*native.vector_widths(model).values(), model.head_channels)
+    whole = all(width % native.CHANNELS == 0 for width in widths) and not model.context_length % 32
+    takes = "vector" in _wanted_kernels(plan, precision) and whole
+    if not takes or native.machine_obstacle("vector", capabilities) is not None:
+        return None
+    return "kernels in C++"
 
 
 def _wanted_kernels(plan: Plan, precision: str) -> list[native.Name]:
@@ -225,7 +252,7 @@ def _wanted_kernels(plan: Plan, precision: str) -> list[native.Name]:
 
 
 def _choose_kernels(
-    plan: Plan, precision: str, capabilities: Capabilities, world: World
+    plan: Plan, precision: str, capabilities: Capabilities, world: World, load: Load
 ) -> tuple[str, tuple[native.Name, ...]]:
     """Load the C++ kernels for a compiled step on a CPU, and check each compiled part against
     PyTorch's own results. Return (a phrase to append to the reason for compiling, the names of the
@@ -236,7 +263,7 @@ def _choose_kernels(
     widths = native.vector_widths(model)
     odd = [f"model.{key}={width}" for key, width in widths.items() if width % native.CHANNELS]
     wanted = _wanted_kernels(plan, precision)
-    missing = {name: native.load(name, capabilities) for name in wanted}
+    missing = {name: load(name) for name in wanted}
     everywhere = world.all_gather(missing)
     for name in wanted:
         reasons = [each[name] for each in everywhere if each[name] is not None]

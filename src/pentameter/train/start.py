@@ -7,10 +7,11 @@ refused before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.config.files.command_source import with_tokenizer_beside
@@ -283,8 +284,23 @@ def _introduce(run: TrainingRun) -> None:
                 "layout": str(run.plan.layout),
                 "micro_batch_size": run.plan.micro_batch_size,
             }
-            folder.write_environment({**run.compute.environment(), **which_steps})
+            before = folder.write_environment({**run.compute.environment(), **which_steps})
+            if (said := _compiled_otherwise(run, before)) is not None:
+                console.say(said)
         except StorageError as error:
             console.say(f"warning: {error}. Training goes on")
     for line in introduction(run):
         console.say(line)
+
+
+def _compiled_otherwise(run: TrainingRun, before: Mapping[str, Any] | None) -> str | None:
+    """Return a phrase for a resumed run whose last start (`before`, its entry of environment.json)
+    was compiled and this one is not, or the other way round; else None."""
+    was = None if before is None else before.get("compiled")
+    if run.state.step == 0 or was not in (True, False) or was == run.compute.compiled:
+        return None
+    how, setting = ("compiled", "true") if was else ("eager", "false")
+    return (
+        f"the last start of this run was {how}: from step {run.state.step} on results are rounded "
+        f"otherwise; --train.compile {setting} keeps them"
+    )

@@ -117,6 +117,16 @@ def test_a_damaged_record_of_earlier_starts_stops_nothing(run, record):
     assert isinstance(json.loads((run / "environment.json").read_text())["earlier_starts"], list)
 
 
+@pytest.mark.parametrize("was", [True, False])
+def test_a_run_that_is_not_compiled_as_at_its_last_start_says_so(run, was):
+    record = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps(record | {"compiled": was}))
+    fit(run, sections=COSINE)
+    said = "the last start of this run was compiled: from step"
+    assert (said in (run / "log.txt").read_text()) == was
+    assert json.loads((run / "environment.json").read_text())["compiled"] is False
+
+
 # -- a state whose hashes are right and whose values are not ------------------------------------
 
 

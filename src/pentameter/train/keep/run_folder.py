@@ -143,13 +143,16 @@ class RunFolder:
         make_folder(path.parent)
         write_atomic(path, text.encode("utf-8"))
 
-    def write_environment(self, environment: Mapping[str, Any]) -> None:
+    def write_environment(self, environment: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Write environment.json: `environment` (versions and devices) of this start, after those
-        of earlier starts. Raises StorageError."""
+        of earlier starts. Return that of the start before; None if there was none. Raises
+        StorageError."""
         self.check_ours()
         path = self.path / "environment.json"
-        record = {**environment, "earlier_starts": _earlier_starts(path)}
+        earlier = _earlier_starts(path)
+        record = {**environment, "earlier_starts": earlier}
         write_atomic(path, json.dumps(record, indent=2).encode() + b"\n")
+        return earlier[-1] if earlier else None
 
 
 def _earlier_starts(path: Path) -> list[Any]:
