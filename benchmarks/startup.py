@@ -116,9 +116,10 @@ def take_apart(started: float, arguments: list[str], report: Path) -> None:
     """Run the command in this process, and write its parts' seconds to `report`."""
     watch = Stopwatch(started)
     watch.parts["python"] = time.time() - started
-    load = watch.measure("import of torch", importlib.import_module)
-    load("torch")
-    watch.measure("imports", importlib.import_module)("pentameter.train.loop")
+    load = watch.measure("imports", importlib.import_module)
+    with load("pentameter.cli.options.arguments").importing():
+        watch.measure("import of torch", importlib.import_module)("torch")
+        load("pentameter.train.loop")
     for part, paths in PARTS.items():
         for path in paths:
             watch.install(part, path)

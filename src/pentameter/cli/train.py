@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from pentameter.cli.options.arguments import parse_arguments, sizes_of_data, without_options
+from pentameter.cli.options.arguments import (
+    importing,
+    parse_arguments,
+    sizes_of_data,
+    without_options,
+)
 from pentameter.config.files.overrides import as_options
 from pentameter.errors import ConfigError, StorageError, remark
 from pentameter.processes.group.rank import LaunchedRank, find_rank, processes_together
@@ -349,8 +354,9 @@ def _train(
     launched: this process's rank in a group that a launcher started; None if it runs alone.
     meeting: the processes' meeting, if they have met already; None if they are to meet now.
     """
-    from pentameter.processes.group.join import joined_world_of
-    from pentameter.train.loop import Trainer
+    with importing():
+        from pentameter.processes.group.join import joined_world_of
+        from pentameter.train.loop import Trainer
 
     with joined_world_of(config, launched, meeting) as world:
         trainer = Trainer(

@@ -1,9 +1,12 @@
 """An option that no verb has is refused in one line that names the ones it may have meant."""
 
+import gc
+import sys
+
 import pytest
 
 from pentameter.cli import main as cli
-from pentameter.cli.options.arguments import with_patterns
+from pentameter.cli.options.arguments import importing, with_patterns
 from pentameter.errors import ConfigError
 
 
@@ -83,3 +86,21 @@ def test_files_that_no_pattern_lists_are_refused(corpus):
         with_patterns(["corpus/a.txt", "corpus/c[1].txt"])
     with pytest.raises(ConfigError, match="write the pattern in quotes"):
         with_patterns([f"corpus/part-{n}.parquet" for n in ("01", "10")])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_collector_is_off_during_imports_and_leaves_what_the_first_ones_made(
+    monkeypatch, is_first
+):
+    gc.unfreeze()
+    if is_first:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "torch", None)
+    try:
+        with importing():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert (gc.get_freeze_count() > 0) == is_first
+    finally:
+        gc.unfreeze()

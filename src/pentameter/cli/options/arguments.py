@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import glob
 import io
 import itertools
@@ -12,7 +13,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -263,11 +264,28 @@ def without_options(arguments: Sequence[str], names: Collection[str]) -> list[st
     return kept
 
 
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Context manager for the imports of torch and of what needs it: they make a million objects
+    that stay, and Python's collector, which is off inside, would look through all of them, several
+    times then, and now and then later."""
+    is_first, was_enabled = "torch" not in sys.modules, gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_first:  # else there may be models, too
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
 def device_for_verb(name: str) -> torch.device:
     """Return the device that `--device` names; if `auto` takes the CPU though there is a GPU, print
     the reason on stderr."""
-    from pentameter.machine.capabilities import machine_capabilities
-    from pentameter.machine.choices import choose_device
+    with importing():
+        from pentameter.machine.capabilities import machine_capabilities
+        from pentameter.machine.choices import choose_device
 
     capabilities = machine_capabilities()
     device = choose_device(name, capabilities)
@@ -279,7 +297,8 @@ def device_for_verb(name: str) -> torch.device:
 def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
     """Load the model in a run, checkpoint or Hugging Face folder onto `device`; print warnings on
     stderr."""
-    from pentameter.checkpoint.folders.load_model import load_model
+    with importing():
+        from pentameter.checkpoint.folders.load_model import load_model
 
     warnings: list[str] = []
     loaded = load_model(path, device=device, warnings=warnings)
