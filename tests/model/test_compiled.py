@@ -1,5 +1,7 @@
 """A kernel that the compiler makes wrong is not used."""
 
+import copy
+import pickle
 import sys
 from contextlib import ExitStack
 
@@ -148,6 +150,16 @@ class Holder:
     @compiled.uncompiled
     def method(self, x, *, times):
         return x.cos() * times
+
+
+@compiled.uncompiled
+def named(x):
+    return x
+
+
+def test_what_is_uncompiled_is_copied_and_pickled_like_a_function():
+    assert copy.deepcopy([named])[0] is named
+    assert pickle.loads(pickle.dumps(named)) is named
 
 
 graphless = compiled.uncompiled(doubled)

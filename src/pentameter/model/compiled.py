@@ -79,6 +79,10 @@ class Uncompiled:
         # The compiler does not take a MethodType of what is not a function.
         return self if instance is None else functools.partial(self, instance)
 
+    def __reduce__(self) -> str:
+        """Copy and pickle this by its name, like a function."""
+        return str(vars(self)["__qualname__"])  # of the function
+
     def _always_plain(self, *arguments: Any, **named: Any) -> Any:
         return self._plain(*arguments, **named)
 
