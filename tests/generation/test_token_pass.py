@@ -16,7 +16,7 @@ from pentameter.generation import few_rows as few_rows_module
 from pentameter.generation import token_pass as token_pass_module
 from pentameter.generation.few_rows import FewRows
 from pentameter.generation.loop import Generation, sampled_tokens
-from pentameter.generation.token_pass import TokenPass, obstacle, token_pass
+from pentameter.generation.token_pass import TokenPass, _Team, obstacle, token_pass
 from pentameter.machine.capabilities import compiler_command, machine_capabilities
 from pentameter.model.attention.cache import KVCache
 from pentameter.model.gpt import GPT, build_model
@@ -177,7 +177,25 @@ def test_a_text_is_the_same_beside_any_others(width, kind):
 def test_bits_do_not_depend_on_threads(width, monkeypatch):
     monkeypatch.setattr(token_pass_module, "_LEAST_WORK", 0)
     one_call = passed(made(KINDS["Qwen 3"]), 5)
-    check_same_on_any_threads(lambda: [one_call([3, 1, 4, 1, 5], [0] * 5, range(5)).clone()])
+    rows = [3, 1, 4, 1, 5], [0] * 5, range(5)
+    check_same_on_any_threads(lambda: [one_call(*rows).clone() for _ in range(4)])
+
+
+def test_one_thread_computes_for_a_while_after_all_were_slower():
+    team = _Team()
+
+    def next_passes(n: int, seconds: float) -> list[bool]:
+        """Of n passes which are alone, in 2 s; those of all take so many `seconds`."""
+        found = []
+        for _ in range(n):
+            found.append(alone := team.is_alone(16))
+            team.took(16, 2.0 if alone else seconds, alone=alone)
+        return found
+
+    assert next_passes(5, 1.0) == [True, True, False, False, False]
+    assert next_passes(12, 9.0) == [False, True, False, True, True, False, *[True] * 4, False, True]
+    assert next_passes(60, 1.0)[-40:] == [False] * 40
+    assert sum(next_passes(1000, 9.0)) > 980
 
 
 @torch.inference_mode()
@@ -249,8 +267,8 @@ def test_one_that_is_less_precise_than_pytorch_is_not_used(always, monkeypatch):
         assert not any(each.any() for each in (*cache.keys, *cache.values))
         compute = TokenPass._compute
 
-        def nudged(self: TokenPass, rows: Any, n_operations: int) -> None:
-            compute(self, rows, n_operations)
+        def nudged(self: TokenPass, rows: Any, n_operations: int, **how: Any) -> None:
+            compute(self, rows, n_operations, **how)
             self._of.stream.mul_(1 + 1e-6)
 
         monkeypatch.setattr(TokenPass, "_compute", nudged)

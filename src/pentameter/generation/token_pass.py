@@ -15,6 +15,7 @@ Shapes: R rows, one for each text; D d_model, H heads, G KV heads, K head size, 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -52,9 +53,14 @@ _BY_LENGTH = ("dynamic", "longrope")
 """Values of `model.rope_scaling.type` by which frequencies go by the length of a text."""
 _FIRST_TURNED = 1024
 """Positions for which rotations are computed at first; then always twice as many."""
+_BLOCK, _ACTIVATED_BLOCK = 24, 48
+"""Outputs of a linear layer that a thread takes at once: what 6 and 8 divide, which C++ multiplies
+together; before an activation 16 as well, the numbers of a register."""
 _LEAST_WORK = 2**20
-"""Fewest weights times rows for which all threads compute: they wait for each other after every
-operation, for long if other programs compute."""
+"""Fewest weights times rows for which more than one thread computes."""
+_FIRST_ALONE, _EVERY_ALONE, _MOST_ALONE = 2, 256, 128
+"""Passes that are computed by one thread to learn how long that takes: the first, and then one of
+so many; and the most in a row after a slow one of all threads."""
 _TRIED_TEXTS, _TRIED_TOKENS = 2, 3
 _MOST_TIMES = 2.0
 """A pass may be as many times as far from fp64 as PyTorch's operations are, in root mean square:
@@ -74,7 +80,7 @@ class _Norm(native.Struct):
 
 class _Linear(native.Struct):
     kind: ClassVar = 2
-    _fields_ = native.fields("x weight bias y", int64="n_in n_out narrow adds")
+    _fields_ = native.fields("x weight bias y", int64="n_in n_out narrow adds block")
 
 
 class _Attention(native.Struct):
@@ -89,7 +95,7 @@ class _Attention(native.Struct):
 
 class _Activation(native.Struct):
     kind: ClassVar = 4
-    _fields_ = native.fields("x factor y", int64="width kind_of")
+    _fields_ = native.fields("x factor y", int64="width kind_of block")
 
 
 class _Operations:
@@ -99,7 +105,10 @@ class _Operations:
     def __init__(
         self, model: GPT, matmul: FewRows, keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> None:
-        self.all: list[native.Struct] = []
+        self.all: list[Any] = []
+        self.waits: list[bool] = []
+        """Whether each thread waits for the others after the operation: if it does not, what
+        follows reads the thread's own results alone."""
         self.turned: list[tuple[_Attention, RotationKind]] = []
         """Operations of attention, each with the rotation whose table it is to be given."""
         self.narrowed: list[tuple[_Linear, Tensor]] = []
@@ -116,11 +125,15 @@ class _Operations:
             self._block(block)
             ends.append(len(self.all))
         self.n_of_first_layer = ends[0]
-        hidden = self.stream
-        if model.has_final_norm:
-            hidden = self._norm(self.stream, self._buffer("normed", D), model.final_norm)
+        hidden = (
+            self._normed(self.stream, model.final_norm) if model.has_final_norm else self.stream
+        )
         weight, bias = model.head_parameters()
         self.logits = self._linear(hidden, self._buffer("logits", len(weight)), weight, bias)
+
+    def _add(self, operation: native.Struct, *, waits: bool = True) -> None:
+        self.all.append(operation)
+        self.waits.append(waits)
 
     def _buffer(self, name: str, width: int) -> Tensor:
         """Return the buffer (R, width) of that name."""
@@ -143,34 +156,50 @@ class _Operations:
                 refuse_unknown(unknown, "model.positions", "the pass over one token")
         factor = config.d_model**0.5 if config.embedding_scale else 1.0
         weight = model.token_embedding.weight
-        self.all.append(_Embedding(weight, table, self.stream, config.d_model, factor))
+        self._add(_Embedding(weight, table, self.stream, config.d_model, factor))
 
-    def _norm(self, x: Tensor, y: Tensor, norm: Any, *, adds: bool = False) -> Tensor:
+    def _norm(self, x: Tensor, y: Tensor | None, norm: Any, *, adds: bool = False) -> None:
         bias, eps = getattr(norm, "bias", None), norm.eps
         centres = isinstance(norm, nn.LayerNorm)
-        self.all.append(_Norm(x, norm.weight, bias, y, x.shape[1], centres, adds, eps))
-        return y
+        made = _Norm(x, norm.weight, bias, y, x.shape[1], centres, adds, eps)
+        self._add(made, waits=y is not None)
+
+    def _normed(self, x: Tensor, norm: Any) -> Tensor | None:
+        """Have each thread norm x (R, D) for itself, which the next linear layers then read: sooner
+        done than waiting for one that does. Return what stands for the result, None."""
+        self._norm(x, None, norm)
+        return None
 
     def _linear(
-        self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, *, adds: bool = False
+        self,
+        x: Tensor | None,
+        y: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        adds: bool = False,
+        waits: bool = True,
+        block: int = _BLOCK,
     ) -> Tensor:
+        """Multiply x (R, K), or what each thread has normed, by a weight (N, K); return y."""
         least = self._matmul.least(weight)
         is_narrow = least is not weight
-        linear = _Linear(x, least, bias, y, x.shape[1], y.shape[1], is_narrow, adds)
-        self.all.append(linear)
+        N, K = weight.shape
+        linear = _Linear(x, least, bias, y, K, N, is_narrow, adds, block)
+        self._add(linear, waits=waits)
         if is_narrow:
             self.narrowed.append((linear, weight))
         return y
 
-    def _apply(self, x: Tensor, y: Tensor, linear: nn.Linear, *, adds: bool = False) -> Tensor:
-        return self._linear(x, y, linear.weight, linear.bias, adds=adds)
+    def _apply(self, x: Tensor | None, y: Tensor, linear: nn.Linear, **how: Any) -> Tensor:
+        return self._linear(x, y, linear.weight, linear.bias, **how)
 
     def _block(self, block: Any) -> None:
         D, stream = self._config.d_model, self.stream
-        normed, output = self._buffer("normed", D), self._buffer("output", D)
+        output = self._buffer("output", D)
         pairs = block.sub_layers()
         if block.parallel_residual:
-            both = [normed, self._buffer("normed by the second", D)]
+            both = [self._buffer(f"normed by {name}", D) for name in block.names]
             for y, (norm, _) in zip(both, pairs, strict=True):
                 self._norm(stream, y, norm)
             for x, (_, sub_layer) in zip(both, pairs, strict=True):
@@ -179,14 +208,12 @@ class _Operations:
         for name, (norm, sub_layer) in zip(block.names, pairs, strict=True):
             match self._config.norm_position:
                 case "pre":
-                    x = self._norm(stream, normed, norm)
-                    self._sub_layer(sub_layer, x, stream, adds=True)
+                    self._sub_layer(sub_layer, self._normed(stream, norm), stream, adds=True)
                 case "post":
                     self._sub_layer(sub_layer, stream, stream, adds=True)
                     self._norm(stream, stream, norm)
                 case "both":
-                    x = self._norm(stream, normed, norm)
-                    self._sub_layer(sub_layer, x, output)
+                    self._sub_layer(sub_layer, self._normed(stream, norm), output)
                     last = block.get_submodule(f"{name}_output_norm")
                     self._norm(output, stream, last, adds=True)
                 case "output":
@@ -195,27 +222,28 @@ class _Operations:
                 case unknown:
                     refuse_unknown(unknown, "model.norm_position", "the pass over one token")
 
-    def _sub_layer(self, of: Any, x: Tensor, y: Tensor, *, adds: bool = False) -> None:
+    def _sub_layer(self, of: Any, x: Tensor | None, y: Tensor, *, adds: bool = False) -> None:
         if isinstance(of, Attention):
             self._apply(self._attention(of, x), y, of.out, adds=adds)
         else:
             self._apply(self._activated(of, x), y, of.down, adds=adds)
 
-    def _activated(self, of: MLP, x: Tensor) -> Tensor:
-        width = self._config.feed_forward_width
-        inner = self._apply(x, self._buffer("up", width), of.up)
-        factor = None
+    def _activated(self, of: MLP, x: Tensor | None) -> Tensor:
+        width, factor = self._config.feed_forward_width, None
+        # Each thread activates what it has multiplied: the same blocks.
+        how: Any = {"waits": False, "block": _ACTIVATED_BLOCK}
+        inner = self._apply(x, self._buffer("up", width), of.up, **how)
         if of.gate is not None:
-            inner, factor = self._apply(x, self._buffer("gate", width), of.gate), inner
+            inner, factor = self._apply(x, self._buffer("gate", width), of.gate, **how), inner
         number = _ACTIVATIONS[self._config.feed_forward.activation]
-        self.all.append(_Activation(inner, factor, inner, width, number))
+        self._add(_Activation(inner, factor, inner, width, number, _ACTIVATED_BLOCK))
         return inner
 
-    def _attention(self, of: Attention, x: Tensor) -> Tensor:
+    def _attention(self, of: Attention, x: Tensor | None) -> Tensor:
         config = self._config
         H, G, K = config.attention.n_heads, config.attention.kv_heads, config.head_channels
         if of.shares_kv:
-            q = self._apply(x, self._buffer("q", H * K), of.q)
+            q = self._apply(x, self._buffer("q", H * K), of.q, waits=False)
             kv = self._apply(x, self._buffer("kv", 2 * G * K), of.kv)
             k, v, steps = kv, kv[:, K:], (H * K, K, 2 * G * K, 2 * K)
         else:
@@ -233,10 +261,38 @@ class _Operations:
             *(H, G, K, *steps, *keys.stride()[:2], of.window or 0, turning),
             *(config.norm_eps, K**-0.5 * of.query_factor),
         )
-        self.all.append(attention)
+        self._add(attention)
         if of.rotates_by is not None:
             self.turned.append((attention, of.rotates_by))
         return means
+
+
+class _Team:
+    """Decides whether all threads compute a pass, or one alone: threads wait for each other some
+    tens of times, and where other programs hold a core, each wait takes milliseconds. So a pass of
+    all that took longer than one alone has the next ones computed alone, twice as many after each
+    such pass. No number depends on it."""
+
+    def __init__(self) -> None:
+        self._alone_seconds: dict[int, float] = {}
+        self._n_passes: dict[int, int] = {}
+        self._n_left, self._n_next = 0, 1
+
+    def is_alone(self, n_rows: int) -> bool:
+        """Return whether one thread is to compute the next pass, over n_rows."""
+        n = self._n_passes[n_rows] = self._n_passes.get(n_rows, -1) + 1
+        is_measured = n < _FIRST_ALONE or n % _EVERY_ALONE == 0
+        self._n_left -= self._n_left > 0
+        return is_measured or self._n_left > 0
+
+    def took(self, n_rows: int, seconds: float, *, alone: bool) -> None:
+        """Note how long a pass over n_rows took."""
+        if alone:
+            self._alone_seconds[n_rows] = seconds
+        elif seconds <= self._alone_seconds[n_rows]:
+            self._n_next = 1
+        else:
+            self._n_left, self._n_next = 1 + self._n_next, min(2 * self._n_next, _MOST_ALONE)
 
 
 class TokenPass:
@@ -247,14 +303,18 @@ class TokenPass:
     def __init__(
         self, model: GPT, matmul: FewRows, keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> None:
-        self._run = native.function("rows", "token_pass", n_pointers=5, n_numbers=3)
+        self._run = native.function("rows", "token_pass", n_pointers=6, n_numbers=3)
         self._model, self._matmul, self._cache = model, matmul, (keys, values)
         self._of = _Operations(model, matmul, keys, values)
-        self._kinds = np.array([each.kind for each in self._of.all], dtype=np.int64)
-        found = [native.address(each) for each in self._of.all]
-        self._addresses = np.array(found, dtype=np.uint64)
+        self._program = (
+            np.array([each.kind for each in self._of.all], dtype=np.int64),
+            np.array(self._of.waits, dtype=np.int64),
+            np.array([native.address(each) for each in self._of.all], dtype=np.uint64),
+        )
+        self._addresses = [each.ctypes.data for each in self._program]
         self._tables: dict[RotationKind, Any] = {}
         self._n_turned = 0
+        self._team = _Team()
         self._n_weights = sum(each.numel() for each in model.parameters())
         self._versions = self._count_changes()
 
@@ -262,20 +322,27 @@ class TokenPass:
         """Return logits (R, V) in fp32 after one more token for each of R texts, `tokens` (R,), at
         these `positions` of the texts in the cache's `slots`, no slot twice: integers on the host.
         The logits are valid until the next call."""
-        self._compute(np.array([tokens, positions, slots], dtype=np.int64), len(self._of.all))
+        rows, n_rows = np.array([tokens, positions, slots], dtype=np.int64), len(tokens)
+        if self._n_weights * n_rows < _LEAST_WORK:
+            self._compute(rows, len(self._of.all), alone=True)
+        else:
+            alone, start = self._team.is_alone(n_rows), time.perf_counter()
+            self._compute(rows, len(self._of.all), alone=alone)
+            self._team.took(n_rows, time.perf_counter() - start, alone=alone)
         logits = self._of.logits[: len(tokens)]
         return softcapped(logits, self._model.config.logit_softcap)
 
-    def _compute(self, rows: npt.NDArray[np.int64], n_operations: int) -> None:
-        """Run the first operations for `rows` (3, R): tokens, positions and slots."""
+    def _compute(self, rows: npt.NDArray[np.int64], n_operations: int, *, alone: bool) -> None:
+        """Run the first operations for `rows` (3, R), which are tokens, positions and slots, by all
+        threads or by one `alone`."""
         if (n_seen := int(rows[1].max()) + 1) > self._n_turned and self._of.turned:
             self._turn(n_seen)
         if self._of.narrowed and self._versions != self._count_changes():
             self._narrow()
-        pointers = (self._kinds, self._addresses, *rows)
-        addresses = (each.ctypes.data for each in pointers)
-        by_all = self._n_weights * rows.shape[1] >= _LEAST_WORK
-        self._run(*addresses, n_operations, rows.shape[1], by_all)
+        n = rows.shape[1]
+        begin, of_row = rows.ctypes.data, n * rows.itemsize
+        inputs = (begin, begin + of_row, begin + 2 * of_row)
+        self._run(*self._addresses, *inputs, n_operations, n, not alone)
 
     def _turn(self, n_seen: int) -> None:
         """Compute rotations for at least n_seen positions."""
@@ -310,7 +377,7 @@ class TokenPass:
         found = []
         for position, tokens in enumerate(texts.t().tolist()):
             rows = [tokens, [position] * n_texts, range(n_texts)]
-            self._compute(np.array(rows, dtype=np.int64), self._of.n_of_first_layer)
+            self._compute(np.array(rows, dtype=np.int64), self._of.n_of_first_layer, alone=True)
             found.append(self._of.stream[:n_texts].clone())
         for each, was in zip(written, before, strict=True):
             each.copy_(was)

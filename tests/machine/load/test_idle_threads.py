@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from pentameter.machine.load import idle_threads
-from pentameter.machine.load.idle_threads import (
-    SHORT_SLICE,
-    SPIN,
-    IdleThreads,
-    is_chosen,
-    prepare_threads,
-)
+from pentameter.machine.load.idle_threads import SPIN, IdleThreads, is_chosen, prepare_threads
 from pentameter.processes.group.world import World
 from pentameter.train.loop import Trainer
 
@@ -76,8 +70,6 @@ def test_threads_sleep_while_other_programs_want_the_cores(monkeypatch, load):
     monkeypatch.setattr(idle_threads, "LOOK_SECONDS", 1e6)
     monkeypatch.setattr(idle_threads, "usable_cores", lambda: frozenset({0, 1}))
     monkeypatch.setattr(idle_threads.time, "monotonic", lambda: load["seconds"])
-    slices = []
-    monkeypatch.setattr(idle_threads, "set_time_slices", slices.append)
     with IdleThreads(2, ALONE) as idle:
         found = []
         for cores in (0.3, 1.0, 1.0, 1.0, 0.4, 0.4, 0.1, 0.1, 0.1, 0.1, 2.0, 0.0, 0.0):
@@ -91,13 +83,11 @@ def test_threads_sleep_while_other_programs_want_the_cores(monkeypatch, load):
         *((0, None), (0, None), (0, None), (0, awake)),
         *((1, None), (0, None), (0, None)),  # a moment's load is met, and not told
     ]
-    assert slices == [SHORT_SLICE, 0, SHORT_SLICE, 0]
     with IdleThreads(2, ALONE) as idle:
         load["cores"] = 1.0
         idle._look()
         assert n_holders() == 1
     assert n_holders() == 0
-    assert slices[4:] == [SHORT_SLICE, 0]
 
 
 @LINUX_ONLY

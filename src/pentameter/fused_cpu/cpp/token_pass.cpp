@@ -7,6 +7,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #include "activation.h"
 
@@ -14,7 +19,26 @@ namespace {
 
 constexpr int64_t MOST_CHANNELS = 256;  // of a head
 constexpr int64_t KEYS = 64;            // that are read at once: their sum is added to the others'
-constexpr int64_t OUTPUTS = 24;         // of a matmul that a thread takes at once
+
+// The numbers below n that are one thread's: in an operation of n pieces always the same.
+struct Range {
+    int64_t first = 0, last;
+
+    explicit Range(int64_t n) : last(n) {
+#ifdef _OPENMP
+        const int64_t thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
+        first = n * thread / n_threads, last = n * (thread + 1) / n_threads;
+#endif
+    }
+};
+
+// A thread's own copy of normed inputs: all threads making one is sooner done than waiting for one
+// that makes it.
+inline float* own_inputs(int64_t n) {
+    static thread_local std::vector<float> numbers;
+    if (int64_t(numbers.size()) < n) numbers.resize(n);
+    return numbers.data();
+}
 
 struct Rows {  // texts: the newest token of each, its position, and the slot of the cache
     const int64_t *tokens, *positions, *slots;
@@ -30,17 +54,17 @@ struct Embedding {
 
 struct Norm {
     const float *x, *weight, *bias;
-    float* y;
+    float* y;  // null: each thread's own inputs
     int64_t width, centres, adds;
     float eps;
 };
 
 struct Linear {
-    const float* x;
+    const float* x;  // null: the thread's own inputs
     const void* weight;
     const float* bias;
     float* y;
-    int64_t n_in, n_out, narrow, adds;
+    int64_t n_in, n_out, narrow, adds, block;  // outputs that a thread takes at once
 };
 
 // Of row m, head h, queries begin at q + m · q_row + h · q_head, keys and values likewise. The cache
@@ -57,7 +81,7 @@ struct Attention {
 struct Activation {
     const float *x, *factor;
     float* y;
-    int64_t width, kind;
+    int64_t width, kind, block;  // as its inputs' Linear has it
 };
 
 template <int N>
@@ -80,8 +104,8 @@ inline float total(const typename Lanes<N>::Type& x) {
 inline float sum(Floats x) { return total<LANES>(x); }
 
 void embed(const Embedding& of, const Rows& rows) {
-#pragma omp for schedule(static)
-    for (int64_t m = 0; m < rows.n; ++m) {
+    const Range range(rows.n);
+    for (int64_t m = range.first; m < range.last; ++m) {
         const float* token = of.tokens + rows.tokens[m] * of.width;
         const float* position = of.positions + rows.positions[m] * of.width;
         for (int64_t i = 0; i < of.width; ++i) {
@@ -114,15 +138,17 @@ inline void norm_row(float* y, const float* x, const Norm& of) {
 }
 
 void norm(const Norm& of, const Rows& rows) {
-#pragma omp for schedule(static)
-    for (int64_t m = 0; m < rows.n; ++m) norm_row(of.y + m * of.width, of.x + m * of.width, of);
+    const Range range(rows.n);
+    float* y = of.y ? of.y : own_inputs(rows.n * of.width);
+    for (int64_t m = of.y ? range.first : 0; m < (of.y ? range.last : rows.n); ++m)
+        norm_row(y + m * of.width, of.x + m * of.width, of);
 }
 
 // Outputs (M, R) of a matmul, the first of them being of row `m`, output `first`.
 template <int M, int R, class Weight>
-inline void tile(const Linear& of, int64_t m, int64_t first) {
+inline void tile(const Linear& of, const float* x, int64_t m, int64_t first) {
     const int64_t K = of.n_in, N = of.n_out;
-    const float* x = of.x + m * K;
+    x += m * K;
     const Weight* w = static_cast<const Weight*>(of.weight) + first * K;
     Floats sums[M][R] = {};
     for (int64_t k = 0; k < K; k += LANES) {
@@ -150,31 +176,34 @@ constexpr int width_of(int M) {
 }
 
 template <int M, class Weight>
-inline void tiles(const Linear& of, int64_t m, int64_t first, int64_t last) {
+inline void tiles(const Linear& of, const float* x, int64_t m, int64_t first, int64_t last) {
     constexpr int R = width_of(M);
-    for (; first + R <= last; first += R) tile<M, R, Weight>(of, m, first);
-    for (; first < last; ++first) tile<M, 1, Weight>(of, m, first);
+    for (; first + R <= last; first += R) tile<M, R, Weight>(of, x, m, first);
+    for (; first < last; ++first) tile<M, 1, Weight>(of, x, m, first);
 }
 
 // `n` rows, fewer than M, from `m` on.
 template <int M, class Weight>
-inline void fewer(const Linear& of, int64_t m, int64_t n, int64_t first, int64_t last) {
+inline void fewer(const Linear& of, const float* x, int64_t m, int64_t n, int64_t first,
+                  int64_t last) {
     if constexpr (M > 1) {
         if (n == M - 1)
-            tiles<M - 1, Weight>(of, m, first, last);
+            tiles<M - 1, Weight>(of, x, m, first, last);
         else
-            fewer<M - 1, Weight>(of, m, n, first, last);
+            fewer<M - 1, Weight>(of, x, m, n, first, last);
     }
 }
 
 template <class Weight>
 void multiply(const Linear& of, const Rows& rows) {
-#pragma omp for schedule(static)
-    for (int64_t first = 0; first < of.n_out; first += OUTPUTS) {
-        const int64_t last = std::min(of.n_out, first + OUTPUTS);
+    const float* x = of.x ? of.x : own_inputs(0);
+    const Range range((of.n_out + of.block - 1) / of.block);
+    for (int64_t i = range.first; i < range.last; ++i) {
+        const int64_t first = i * of.block, last = std::min(of.n_out, first + of.block);
         int64_t m = 0;
-        for (; m + MOST_ROWS <= rows.n; m += MOST_ROWS) tiles<MOST_ROWS, Weight>(of, m, first, last);
-        fewer<MOST_ROWS, Weight>(of, m, rows.n - m, first, last);
+        for (; m + MOST_ROWS <= rows.n; m += MOST_ROWS)
+            tiles<MOST_ROWS, Weight>(of, x, m, first, last);
+        fewer<MOST_ROWS, Weight>(of, x, m, rows.n - m, first, last);
     }
 }
 
@@ -249,37 +278,39 @@ struct Head {
 
 void attend(const Attention& of, const Rows& rows) {
     const int64_t K = of.channels, n_sharing = of.n_heads / of.n_kv_heads;
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t m = 0; m < rows.n; ++m)
-        for (int64_t g = 0; g < of.n_kv_heads; ++g) {
-            const int64_t at = rows.positions[m], in_cache = rows.slots[m] * of.of_slot + g * of.of_head;
-            float *keys = of.keys + in_cache, *values = of.values + in_cache;
-            const int64_t in_row = m * of.kv_row + g * of.kv_head;
-            prepare(keys + at * K, of.k + in_row, of.k_norm, of, at, 1.0f);
-            std::copy(of.v + in_row, of.v + in_row + K, values + at * K);
-            for (int64_t h = g * n_sharing; h < (g + 1) * n_sharing; ++h) {
-                Head head;
-                prepare(head.q, of.q + m * of.q_row + h * of.q_head, of.q_norm, of, at, of.factor);
-                std::fill(head.means, head.means + K, 0.0f);
-                head.top = of.sinks ? of.sinks[h] : -__builtin_inff();
-                head.total = of.sinks ? 1.0f : 0.0f;
-                for (int64_t s = of.window ? std::max<int64_t>(0, at + 1 - of.window) : 0; s <= at;
-                     s += KEYS)
-                    head.read(keys + s * K, values + s * K, std::min(KEYS, at + 1 - s), K);
-                float* y = of.y + (m * of.n_heads + h) * K;
-                for (int64_t c = 0; c < K; ++c) y[c] = head.means[c] / head.total;
-            }
+    const Range range(rows.n * of.n_kv_heads);
+    for (int64_t i = range.first; i < range.last; ++i) {
+        const int64_t m = i / of.n_kv_heads, g = i % of.n_kv_heads, at = rows.positions[m];
+        const int64_t in_cache = rows.slots[m] * of.of_slot + g * of.of_head;
+        const int64_t in_row = m * of.kv_row + g * of.kv_head;
+        float *keys = of.keys + in_cache, *values = of.values + in_cache;
+        prepare(keys + at * K, of.k + in_row, of.k_norm, of, at, 1.0f);
+        std::copy(of.v + in_row, of.v + in_row + K, values + at * K);
+        const int64_t first = of.window ? std::max<int64_t>(0, at + 1 - of.window) : 0;
+        for (int64_t h = g * n_sharing; h < (g + 1) * n_sharing; ++h) {
+            Head head;
+            prepare(head.q, of.q + m * of.q_row + h * of.q_head, of.q_norm, of, at, of.factor);
+            std::fill(head.means, head.means + K, 0.0f);
+            head.top = of.sinks ? of.sinks[h] : -__builtin_inff();
+            head.total = of.sinks ? 1.0f : 0.0f;
+            for (int64_t s = first; s <= at; s += KEYS)
+                head.read(keys + s * K, values + s * K, std::min(KEYS, at + 1 - s), K);
+            float* y = of.y + (m * of.n_heads + h) * K;
+            for (int64_t c = 0; c < K; ++c) y[c] = head.means[c] / head.total;
         }
+    }
 }
 
 template <class Function>
 void activate_by(const Activation& of, const Rows& rows) {
     const Function function(nullptr, 0);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < rows.n * of.width; i += LANES) {
-        const Floats y = function(load(of.x + i)).y;
-        store(of.y + i, of.factor ? y * load(of.factor + i) : y);
-    }
+    const Range range((of.width + of.block - 1) / of.block);
+    const int64_t first = range.first * of.block, last = std::min(of.width, range.last * of.block);
+    for (int64_t m = 0; m < rows.n; ++m)
+        for (int64_t i = m * of.width + first; i < m * of.width + last; i += LANES) {
+            const Floats y = function(load(of.x + i)).y;
+            store(of.y + i, of.factor ? y * load(of.factor + i) : y);
+        }
 }
 
 void activate(const Activation& of, const Rows& rows) {
@@ -295,11 +326,12 @@ void activate(const Activation& of, const Rows& rows) {
 }  // namespace
 
 // `operations` are n structs, whose kinds stand beside them: Embedding, Norm, Linear, Attention,
-// Activation. Widths and channels are multiples of 16. One thread computes unless `by_all`.
-extern "C" void pentameter_token_pass(const int64_t* kinds, const void* const* operations,
-                                      const int64_t* tokens, const int64_t* positions,
-                                      const int64_t* slots, int64_t n_operations, int64_t n_rows,
-                                      int64_t by_all) {
+// Activation. After those that `wait`, each thread waits for the others. Widths, channels and
+// an Activation's blocks are multiples of 16. One thread computes unless `by_all`.
+extern "C" void pentameter_token_pass(const int64_t* kinds, const int64_t* waits,
+                                      const void* const* operations, const int64_t* tokens,
+                                      const int64_t* positions, const int64_t* slots,
+                                      int64_t n_operations, int64_t n_rows, int64_t by_all) {
     const Rows rows{tokens, positions, slots, n_rows};
 #pragma omp parallel if (by_all)
     for (int64_t i = 0; i < n_operations; ++i) {
@@ -314,6 +346,9 @@ extern "C" void pentameter_token_pass(const int64_t* kinds, const void* const* o
             }
             case 3: attend(*static_cast<const Attention*>(of), rows); break;
             default: activate(*static_cast<const Activation*>(of), rows);
+        }
+        if (waits[i]) {
+#pragma omp barrier
         }
     }
 }

@@ -4,9 +4,8 @@ programs want the cores.
 A step on a CPU has thousands of places where threads wait for each other. Spinning threads see at
 once that the wait is over, sleeping ones need the kernel for it, which costs 5 to 35 % of a step.
 But a spinning thread holds the core that the awaited thread needs if another program has the other
-one, which costs three quarters of a step and more. So threads sleep beside other programs, and take
-short slices of time meanwhile: else a thread that wakes queues behind another one of its step, and
-the step gets one core. benchmarks/measurements/cpu-threads.md has the figures.
+one, which costs three quarters of a step and more. benchmarks/measurements/cpu-threads.md has the
+figures.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import struct
 import sys
 import threading
 import time
@@ -50,20 +48,6 @@ to sleep took BUSY_CORES."""
 _PARALLEL_NUMBERS = 1 << 17
 """Size of a tensor that torch fills with all of its threads: four times the least one."""
 
-SHORT_SLICE = 300_000
-"""Nanoseconds of a slice that is shorter than what Linux gives by default: 0.7 ms on one core, 1.4
-on two, 2.8 from eight on. It grants 0.1 ms at the least."""
-
-_CALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
-"""Machine → numbers of the system calls sched_setattr and sched_getattr, which older C libraries
-have no function for."""
-
-_ATTRIBUTES = struct.Struct("=IIQiIQQQ")
-"""The kernel's `struct sched_attr`: size, policy, flags, nice, priority, runtime, deadline, period.
-For threads of the usual policies the runtime is the slice, from Linux 6.12 on."""
-
-_USUAL_POLICIES = (0, 3)  # SCHED_OTHER and SCHED_BATCH
-
 
 def prepare_threads(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables in `environ` that say how many threads compute and how they wait, unless
@@ -88,9 +72,8 @@ def _alone(value: Any) -> list[Any]:
 
 class IdleThreads:
     """Context manager that decides every LOOK_SECONDS how this process's idle threads wait: they
-    sleep, and take short slices, once other programs keep BUSY_CORES or more of its cores busy, and
-    spin again below QUIET_CORES. Which threads compute what stays as it is, and so does every
-    number.
+    sleep once other programs keep BUSY_CORES or more of its cores busy, and spin again below
+    QUIET_CORES. Which threads compute what stays as it is, and so does every number.
 
     It does nothing if the user chose how they wait, if one thread computes, and with another
     runtime than GNU's, which is that of torch on Linux.
@@ -150,7 +133,6 @@ class IdleThreads:
             n_teams = _n_teams(self._n_threads, len(self._cores))
             if _may_start(n_teams * self._n_threads):
                 self._sleep = _Teams(n_teams)
-                set_time_slices(SHORT_SLICE)
         elif self._busy_cores < QUIET_CORES:
             self._spin()
 
@@ -158,7 +140,6 @@ class IdleThreads:
         if self._sleep is not None:
             self._sleep.close()
             self._sleep = None
-            set_time_slices(0)
 
     def _times(self) -> tuple[float, float, float]:
         """Return the CPU seconds of all programs on these cores and those of this run's processes
@@ -221,44 +202,3 @@ class _Teams:
         self._closing.set()
         for holder in self._holders:
             holder.join()
-
-
-def set_time_slices(nanoseconds: int) -> None:
-    """Ask Linux for slices of so many nanoseconds for all threads of this process, and those that
-    they start; 0 for the system's own, of milliseconds.
-
-    A thread that wakes takes the core from a program with longer slices, if its share of the time
-    is not used up, instead of waiting for the slice's end or behind another thread of its step.
-    No program's share of the time changes. Linux before 6.12 ignores it, and so does this function
-    where the system has no such calls.
-    """
-    if sys.platform == "linux" and platform.machine() in _CALLS:
-        for thread in os.listdir("/proc/self/task"):
-            _set_time_slice(int(thread), nanoseconds)
-
-
-def _set_time_slice(thread: int, nanoseconds: int) -> None:
-    """Set one thread's slice, and leave its policy, its nice value and its flags as they are.
-    Nothing happens if the thread has ended."""
-    set_attributes, _ = _CALLS[platform.machine()]
-    if (before := _attributes(thread)) is None or before[1] not in _USUAL_POLICIES:
-        return
-    _call(set_attributes, thread, _ATTRIBUTES.pack(*before[:5], nanoseconds, 0, 0))
-
-
-def _attributes(thread: int) -> tuple[int, ...] | None:
-    """Return the fields of a thread's `sched_attr`; None if the system does not say."""
-    _, get_attributes = _CALLS[platform.machine()]
-    found = _call(get_attributes, thread, bytes(_ATTRIBUTES.size), _ATTRIBUTES.size)
-    return None if found is None else _ATTRIBUTES.unpack(found)
-
-
-def _call(number: int, thread: int, attributes: bytes, *size: int) -> bytes | None:
-    """Make a system call about a thread. Return the attributes as they are after it; None if the
-    system refuses."""
-    import ctypes  # who never shares a core need not wait for it
-
-    numbers = [ctypes.c_long(each) for each in (number, thread, *size, 0)]
-    buffer = ctypes.create_string_buffer(attributes, len(attributes))
-    done = ctypes.CDLL(None).syscall(*numbers[:2], buffer, *numbers[2:])
-    return buffer.raw if done == 0 else None
