@@ -14,7 +14,6 @@ Shapes: R rows, one for each text; D d_model, H heads, G KV heads, K head size, 
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -391,11 +390,12 @@ def _by_pytorch(model: GPT, texts: Tensor) -> tuple[Tensor, Tensor]:
     and in fp64."""
     positions = torch.arange(texts.shape[1])
     x = model.embed(texts, positions)
-    block = model.blocks["0"]
-    found = []
-    for of, y in ((block, x), (copy.deepcopy(block).double(), x.double())):
+    block, found = model.blocks["0"], []
+    exact = {name: weight.double() for name, weight in block.named_parameters()}
+    for weights, y in (({}, x), (exact, x.double())):
         rotary = rotations(positions, model.config, y.dtype, len(positions))
-        found.append(of(y, Positions(positions, positions, rotary)))
+        of_tokens = Positions(positions, positions, rotary)
+        found.append(torch.func.functional_call(block, weights, (y, of_tokens)))
     return found[0], found[1]
 
 
