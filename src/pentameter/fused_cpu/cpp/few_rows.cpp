@@ -181,7 +181,7 @@ extern "C" void pentameter_few_rows(float* y, const float* x, float* xt, const v
 extern "C" int pentameter_narrowed(Bf16* out, const uint32_t* x, int64_t n) {
     constexpr int64_t PIECE = 1 << 16;
     bool whole = true;
-#pragma omp parallel for schedule(static) reduction(&& : whole)
+#pragma omp parallel for schedule(static) reduction(&& : whole) if (n >= 16 * PIECE)
     for (int64_t start = 0; start < n; start += PIECE) {
         if (!whole) continue;  // this thread's
         const int64_t end = std::min(start + PIECE, n);
