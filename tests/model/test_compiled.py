@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import subprocess
 import sys
 from contextlib import ExitStack
 
@@ -226,3 +227,23 @@ def test_a_constant_is_one_of_compiled_code(graphs):
 
     assert compile_(whole)(torch.zeros(())) == 1
     assert ["add"] in made
+
+
+OWN = """
+import torch
+from pentameter.config.schema import ModelConfig
+from pentameter.model.gpt import build_model
+
+keys = {"context_length": 16, "n_layers": 1, "d_model": 16}
+config = ModelConfig(vocab_size=32, attention={"n_heads": 2, "n_kv_heads": 1}, **keys)
+model, tokens = build_model(config, 0).eval(), torch.arange(16)[None]
+with torch.no_grad():
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    print(torch.equal(compiled(tokens), model(tokens)))
+"""
+
+
+def test_a_caller_who_compiles_a_whole_model_first_gets_one_graph():
+    """In a process of its own, where nothing is marked for the compiler yet."""
+    done = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr

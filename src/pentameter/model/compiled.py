@@ -96,7 +96,9 @@ class _UncompiledAlone(Uncompiled):
 
 
 class _Constant(Uncompiled):
-    pass
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        # A caller who did not `ready_to_compile` traces it: to mark it would end the graph.
+        return self._plain(*arguments, **named)
 
 
 _unmarked = Uncompiled.__call__
