@@ -154,6 +154,8 @@ inline void tile(const Linear& of, const float* x, int64_t m, int64_t first) {
     for (int64_t k = 0; k < K; k += LANES) {
         Floats weights[R];
         for (int r = 0; r < R; ++r) weights[r] = load(w + r * K + k);
+        if (m == 0)  // asks for the next outputs, before the first rows of them
+            for (int r = 0; r < R; ++r) __builtin_prefetch(w + (R + r) * K + k);
         for (int i = 0; i < M; ++i) {
             const Floats inputs = load(x + i * K + k);
             for (int r = 0; r < R; ++r) sums[i][r] += inputs * weights[r];
