@@ -84,25 +84,6 @@ struct Activation {
     int64_t width, kind, block;  // as its inputs' Linear has it
 };
 
-template <int N>
-struct Lanes {
-    typedef float Type __attribute__((vector_size(4 * N)));
-};
-
-// The sum of a register's lanes, by halves.
-template <int N>
-inline float total(const typename Lanes<N>::Type& x) {
-    if constexpr (N == 4) {
-        return (x[0] + x[2]) + (x[1] + x[3]);
-    } else {
-        typename Lanes<N / 2>::Type halves[2];
-        std::memcpy(halves, &x, sizeof x);
-        return total<N / 2>(halves[0] + halves[1]);
-    }
-}
-
-inline float sum(Floats x) { return total<LANES>(x); }
-
 void embed(const Embedding& of, const Rows& rows) {
     const Range range(rows.n);
     for (int64_t m = range.first; m < range.last; ++m) {
@@ -122,14 +103,14 @@ inline void norm_row(float* y, const float* x, const Norm& of) {
     if (of.centres) {
         Floats sums = {};
         for (int64_t i = 0; i < n; i += LANES) sums += load(x + i);
-        mean = sum(sums) / float(n);
+        mean = sum_of(sums) / float(n);
     }
     Floats squares = {};
     for (int64_t i = 0; i < n; i += LANES) {
         const Floats centred = load(x + i) - mean;
         squares += centred * centred;
     }
-    const float scale = 1.0f / __builtin_sqrtf(sum(squares) / float(n) + of.eps);
+    const float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / float(n) + of.eps);
     for (int64_t i = 0; i < n; i += LANES) {
         Floats normed = (load(x + i) - mean) * scale * load(of.weight + i);
         if (of.bias) normed += load(of.bias + i);
@@ -164,7 +145,7 @@ inline void tile(const Linear& of, const float* x, int64_t m, int64_t first) {
     for (int i = 0; i < M; ++i)
         for (int r = 0; r < R; ++r) {
             float* y = of.y + (m + i) * N + first + r;
-            float result = sum(sums[i][r]);
+            float result = sum_of(sums[i][r]);
             if (of.bias) result += of.bias[first + r];
             *y = of.adds ? *y + result : result;
         }
@@ -235,7 +216,7 @@ inline void score(float* scores, const float* q, const float* keys, int64_t K) {
         const Floats query = load(q + c);
         for (int r = 0; r < R; ++r) sums[r] += query * load(keys + r * K + c);
     }
-    for (int r = 0; r < R; ++r) scores[r] = sum(sums[r]);
+    for (int r = 0; r < R; ++r) scores[r] = sum_of(sums[r]);
 }
 
 // means = means · kept + Σ weights · values, for C registers of channels.
@@ -270,7 +251,7 @@ struct Head {
             store(weights + i, weight);
             sums += weight;
         }
-        total = total * kept + sum(sums), top = highest;
+        total = total * kept + sum_of(sums), top = highest;
         int64_t c = 0;
         for (; c + 4 * LANES <= K; c += 4 * LANES)
             add_values<4>(means + c, kept, weights, values + c, n, K);

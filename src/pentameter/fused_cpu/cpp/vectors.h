@@ -73,13 +73,24 @@ inline Ints lane_numbers() {
     return x;
 }
 
-inline float sum_of(Floats x) {
-    float lanes[LANES];
-    std::memcpy(lanes, &x, sizeof x);
-    for (int n = LANES / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; i++) lanes[i] += lanes[i + n];
-    return lanes[0];
+template <int N>
+struct Numbers {
+    typedef float Type __attribute__((vector_size(4 * N)));
+};
+
+// The sum of N numbers, by halves, which stay in registers.
+template <int N>
+inline float sum_by_halves(const typename Numbers<N>::Type& x) {
+    if constexpr (N == 4) {
+        return (x[0] + x[2]) + (x[1] + x[3]);
+    } else {
+        typename Numbers<N / 2>::Type halves[2];
+        std::memcpy(halves, &x, sizeof x);
+        return sum_by_halves<N / 2>(halves[0] + halves[1]);
+    }
 }
+
+inline float sum_of(Floats x) { return sum_by_halves<LANES>(x); }
 
 inline Floats size_of(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 
