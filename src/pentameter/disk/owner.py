@@ -86,26 +86,20 @@ def process_start(pid: int) -> int | None:
 def processor_seconds(pid: int) -> float:
     """Return the CPU seconds that a process and its ended children have used; 0 if the system does
     not say, or the process is gone."""
-    return sum(map(int, _about(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
+    return _seconds_used(_about(pid))
 
 
 def family_seconds() -> float:
     """Return the CPU seconds that this process and all that it began, directly or not, have used,
     whether ended or alive, such as a compiler's workers; without a /proc only those that ended."""
-    own = sum(os.times()[:4])
-    if not (numbers := _process_numbers()):
-        return own
-    parents = {pid: int(fields[1]) for pid in numbers if (fields := _about(pid))}
+    numbers: list[int] = []
+    with suppress(OSError):
+        numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    about = {pid: fields for pid in numbers if (fields := _about(pid))}
     family = [os.getpid()]
     for parent in family:  # which grows meanwhile
-        family += [pid for pid, its_parent in parents.items() if its_parent == parent]
-    return own + sum(map(processor_seconds, family[1:]))
-
-
-def _process_numbers() -> list[int]:
-    with suppress(OSError):
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return []
+        family += [pid for pid, fields in about.items() if int(fields[1]) == parent]
+    return sum(os.times()[:4]) + sum(_seconds_used(about[pid]) for pid in family[1:])
 
 
 def is_stopped(pid: int) -> bool:
@@ -118,6 +112,12 @@ def _about(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat that follow the process's name, which may hold blanks:
     its state first (proc(5), from field 3 on). Empty if the system does not say."""
     return _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _seconds_used(about: list[str]) -> float:
+    """Return the CPU seconds of a process and its ended children, from its fields as `_about` gives
+    them."""
+    return sum(map(int, about[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 @cache

@@ -92,20 +92,20 @@ class Capabilities:
 
 
 Compiled = Literal["kernels in C++", "Inductor's C++", "Inductor's Triton"]
-"""What is compiled for a step: the fused step's kernels on a CPU, or what `torch.compile` makes of
-the plain model on a CPU or a GPU."""
+"""The name of a step's compiled code: the fused step's kernels on a CPU, or the code that
+`torch.compile` generates for the plain model, in C++ on a CPU and in Triton on a GPU."""
 
 
 @dataclass(frozen=True)
 class Compiler:
     """The compiler command that `torch.compile` calls (None if there is none), whether it works,
-    and why or why not; `makes` is another thing than its own if the fused step's kernels are all
-    that a step needs."""
+    and why or why not."""
 
     command: str | None
     works: bool
     reason: str
     makes: Compiled | None = None
+    """The name of the code that it compiles for a step; None for what `torch.compile` generates."""
 
 
 def machine_capabilities(root: Path = Path("/")) -> Capabilities:

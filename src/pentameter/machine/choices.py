@@ -36,9 +36,9 @@ COMPILE_SECONDS: dict[Compiled, float] = {
     # The character GPT: 40 s on an H100, on an H200 28 until after its first step.
     "Inductor's Triton": 40.0,
 }
-"""What is compiled for a step → the seconds that it takes, for `compile = "auto"`: where nothing is
-cached, since a choice that went by the cache would not be the same when a run is resumed. Figures
-are in `benchmarks/measurements/startup.md` and `gpu.md`."""
+"""Seconds of compiling by the name of a step's compiled code, for `compile = "auto"`, with an empty
+cache: a choice that went by the cache would not be the same when a run is resumed. Figures are in
+`benchmarks/measurements/startup.md` and `gpu.md`."""
 # The share of an uncompiled step that compiling saves, on the careful side of what the character
 # GPT shows on two CPU cores.
 COMPILE_SAVING = 0.5

@@ -199,19 +199,25 @@ def _choose_compile(
     obstacle = compile_obstacle(plan.layout)
     if obstacle is not None:
         return False, obstacle
+    makes = _makes(plan, device, precision, capabilities)
     return choose_compile(
         train.compile,
         device,
         total_flops=plan.total_tokens * plan.least_flops_per_token / max(1, n_devices),
         precision=precision,
         capabilities=capabilities,
-        makes=_makes(plan, device, precision, capabilities),
-        find=partial(_find_compiler, plan, precision, load),
+        makes=makes,
+        find=partial(_find_compiler, plan, precision, makes, load),
     )
 
 
 def _find_compiler(
-    plan: Plan, precision: str, load: Load, device: torch.device, capabilities: Capabilities
+    plan: Plan,
+    precision: str,
+    makes: Compiled | None,
+    load: Load,
+    device: torch.device,
+    capabilities: Capabilities,
 ) -> Compiler:
     """Return the compiler of the fused step's C++ kernels if it builds them on this CPU, else that
     of `torch.compile`, tried out. A fused step asks `torch.compile` only for kernels that the C++
@@ -221,7 +227,6 @@ def _find_compiler(
     takes = fused and "vector" in _wanted_kernels(plan, precision)
     if command is None or not takes or load("vector") is not None:
         return find_compiler(device, capabilities)
-    makes = _makes(plan, device, precision, capabilities)
     return Compiler(command, True, f"{command} builds", makes)
 
 

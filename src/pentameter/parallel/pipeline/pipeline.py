@@ -161,6 +161,8 @@ class Pipeline:
         A schedule's shapes are fixed for its life, and so is whether received tensors have a
         gradient, which the first step settles. Schedules hold no parameters.
         """
+        from pentameter.parallel.pipeline.bounded_stage import SCHEDULES
+
         # The shapes for one micro-batch; batch rows come first.
         on_meta = [
             torch.empty(
@@ -169,8 +171,6 @@ class Pipeline:
             for each in leaves(inputs)
         ]
         shapes = tuple((each.shape, each.dtype) for each in on_meta)
-        from pentameter.parallel.pipeline.bounded_stage import SCHEDULES
-
         key = (use, name, n_micro_batches, shapes)
         if key not in self._schedules:
             stages = [
