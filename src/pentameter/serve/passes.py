@@ -280,9 +280,8 @@ class Slots:
     def write(self, rows: dict[int, tuple[int, int, int]]) -> dict[int, Floats]:
         """Add one token to each of several texts, in one forward pass; if no padded shapes were
         found that give equal bits, in a pass for each text. With a TokenPass no row depends on
-        another, and nothing is padded. `rows` maps a slot to (token, its
-        position in the window, how many tokens the window has). Return slot → logits (V,) after
-        that token."""
+        another, and nothing is padded. `rows` maps a slot to (token, its position in the window,
+        how many tokens the window has). Return slot → logits (V,) after that token."""
         if self.in_one_call is not None:
             tokens, numbers, _ = zip(*rows.values(), strict=True)
             found = on_host(self.in_one_call(tokens, numbers, list(rows))[:, : self._vocab_size])

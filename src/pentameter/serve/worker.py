@@ -76,14 +76,14 @@ class ServedModel:
         template may hold, slots and cache size, and whether texts are computed in common
         passes."""
         shapes, cache = self.slots.shapes, size(self.slots.cache_bytes)
-        alike = f"in passes over {', '.join(map(str, shapes.batch_sizes))}, which round alike"
-        how = (
-            "each step of theirs in one call"
-            if self.slots.in_one_call is not None
-            else "each in a pass of its own: on this machine, passes over several round differently"
-            if shapes.batch_sizes == (1,)
-            else alike
-        )
+        if self.slots.in_one_call is not None:
+            how = "each step of theirs in one call"
+        elif shapes.batch_sizes == (1,):
+            how = (
+                "each in a pass of its own: on this machine, passes over several round differently"
+            )
+        else:
+            how = f"in passes over {', '.join(map(str, shapes.batch_sizes))}, which round alike"
         chat = "without chat template"
         if self.tokenizer.chat is not None:
             chat = f"with chat template{self.answer_form.described()}"
