@@ -168,14 +168,9 @@ alone = compiled.uncompiled_alone(lambda x: compiled.Tensor.exp(doubled(x)))
 is_small = compiled.constant(lambda n: n < 3)
 
 
-@pytest.fixture(params=["marked", "not marked"])
-def graphs(request, monkeypatch):
+@pytest.fixture(params=["of its own code", "as it is"])
+def graphs(request):
     """Compiles a function, and has a list with the operations of each of its graphs."""
-    if request.param == "not marked":
-        monkeypatch.setattr(compiled.Uncompiled, "__call__", compiled._unmarked)
-        for kind in (compiled._UncompiledAlone, compiled._Constant):
-            if "__call__" in vars(kind):
-                monkeypatch.delattr(kind, "__call__")
     made = []
 
     def backend(graph, _):
@@ -183,8 +178,8 @@ def graphs(request, monkeypatch):
         return graph.forward
 
     def compile_(function):
-        if request.param == "marked":
-            function = compiled.ready_to_compile(function)
+        if request.param == "of its own code":
+            function = compiled.with_own_code(function)
         return torch.compile(function, backend=backend, dynamic=False)
 
     torch.compiler.reset()
@@ -202,7 +197,7 @@ def test_compiled_code_calls_what_is_uncompiled_as_it_is(graphs):
     run = compile_(whole)
     for _ in range(2):
         torch.testing.assert_close(run(x), whole(x))
-    assert made in ([["add"]] * 3, [["add"]] * 2)  # not marked, the method's caller is not compiled
+    assert made == [["add"]] * 3
     assert graphless.__name__ == "doubled"
 
 
@@ -229,21 +224,26 @@ def test_a_constant_is_one_of_compiled_code(graphs):
     assert ["add"] in made
 
 
-OWN = """
+FIRST = """
 import torch
 from pentameter.config.schema import ModelConfig
 from pentameter.model.gpt import build_model
+from pentameter.model.matmul import exact_linear
 
 keys = {"context_length": 16, "n_layers": 1, "d_model": 16}
 config = ModelConfig(vocab_size=32, attention={"n_heads": 2, "n_kv_heads": 1}, **keys)
 model, tokens = build_model(config, 0).eval(), torch.arange(16)[None]
+x, weight = torch.randn(3, 16), torch.randn(4, 16)
+whole = {"fullgraph": True, "backend": "eager"}
 with torch.no_grad():
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    print(torch.equal(compiled(tokens), model(tokens)))
+    print(torch.equal(torch.compile(model, **whole)(tokens), model(tokens)))
+    y = torch.compile(exact_linear, **whole)(x, weight, None)
+print(torch.equal(y, exact_linear(x, weight, None)))
 """
 
 
-def test_a_caller_who_compiles_a_whole_model_first_gets_one_graph():
-    """In a process of its own, where nothing is marked for the compiler yet."""
-    done = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, check=False)
-    assert done.stdout == "True\n", done.stderr
+def test_who_compiles_first_gets_whole_graphs():
+    """In a process of its own, where nothing has imported the compiler yet."""
+    command = [sys.executable, "-c", FIRST]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n" * 2, done.stderr

@@ -3,18 +3,22 @@ by itself, once for each kind of arguments (shapes, dtypes, numbers); `uncompile
 compiled code; `constant` makes its result a constant of it.
 
 Importing a file that uses them compiles nothing and does not import the compiler, which takes a
-second of a start, on some hosts four: the first call of a kernel does, or `ready_to_compile`.
+second of a start, on some hosts four: the first call of a kernel does, or a caller's own
+`torch.compile`.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FunctionType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -59,8 +63,8 @@ def constant(function: AnyFunction) -> AnyFunction:
 class Uncompiled:
     """A function or method that compiled code calls as it is written. Made by `uncompiled`.
 
-    PyTorch's compiler reads its marks on the class's `__call__`, which is not marked before
-    something is to be compiled.
+    PyTorch's compiler reads its marks on the class's `__call__`, which gets them as soon as the
+    compiler is imported, by whomever.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -69,9 +73,6 @@ class Uncompiled:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Return the function's result for these arguments."""
-        if torch.compiler.is_dynamo_compiling():  # for a caller who did not `ready_to_compile`
-            _mark()
-            return self(*arguments, **named)
         return self._plain(*arguments, **named)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -88,46 +89,64 @@ class Uncompiled:
 
 
 class _UncompiledAlone(Uncompiled):
-    made: list[_UncompiledAlone] = []  # noqa: RUF012 - for `_mark`
+    @functools.cached_property
+    def _alone(self) -> Callable[..., Any]:
+        return torch.compiler.disable(self._plain, recursive=False)
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self.made.append(self)
+    def _always_plain(self, *arguments: Any, **named: Any) -> Any:
+        return self._alone(*arguments, **named)
 
 
 class _Constant(Uncompiled):
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        # A caller who did not `ready_to_compile` traces it: to mark it would end the graph.
-        return self._plain(*arguments, **named)
-
-
-_unmarked = Uncompiled.__call__
+    pass
 
 
 def _mark() -> None:
-    """Import PyTorch's compiler, and put its marks on the classes above."""
-    if Uncompiled.__call__ is not _unmarked:
-        return
-    plain, disable = Uncompiled._always_plain, torch.compiler.disable
-    for each in _UncompiledAlone.made:
-        each._plain = disable(each._plain, recursive=False)
+    """Put the compiler's marks on the classes above. The compiler has been imported."""
+    disable, plain = torch.compiler.disable, Uncompiled._always_plain
     marks: dict[type, Callable[..., Any]] = {
         Uncompiled: disable(plain),
-        _UncompiledAlone: disable(plain, recursive=False),
+        _UncompiledAlone: disable(_UncompiledAlone._always_plain, recursive=False),
         _Constant: torch.compiler.assume_constant_result(plain),
     }
     for kind, marked in marks.items():
         type.__setattr__(kind, "__call__", marked)
 
 
-def ready_to_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of `function` with its own code object, to be passed to `torch.compile`, and
-    mark for the compiler what is `uncompiled` or `constant`.
+class _MarksWhenImported(MetaPathFinder):
+    """Finder of modules that lets PyTorch's compiler be found as always, and has it mark what is
+    not to be compiled once it is imported."""
+
+    COMPILER = "torch._dynamo"
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the compiler's spec, with a loader that marks; None for any other module."""
+        spec = PathFinder.find_spec(name, path, target) if name == self.COMPILER else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_mark(module: ModuleType) -> None:
+                execute(module)
+                _mark()
+
+            spec.loader.exec_module = execute_and_mark  # type: ignore[method-assign]
+        return spec
+
+
+if _MarksWhenImported.COMPILER in sys.modules:
+    _mark()
+else:
+    sys.meta_path.insert(0, _MarksWhenImported())
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of `function` with its own code object, to be passed to `torch.compile`.
 
     PyTorch counts recompilations per code object and gives up after eight, and a process may
     train several models.
     """
-    _mark()
     own = FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -192,7 +211,7 @@ class Kernel(Uncompiled):  # or within compiled code the plain form would be com
         options: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
         if level == "-O2":
             options |= careful_options()
-        own = ready_to_compile(self._function)
+        own = with_own_code(self._function)
         return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
     def _level(self, kind: Hashable, arguments: tuple[Any, ...]) -> Level:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from pentameter.errors import StorageError
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.capabilities import compiler_error
-from pentameter.model.compiled import careful_options, ready_to_compile
+from pentameter.model.compiled import careful_options, with_own_code
 from pentameter.model.gpt import GPT
 from pentameter.model.loss import HeadLoss, compiled_row_loss, row_loss
 from pentameter.parallel.mesh import Mesh
@@ -157,7 +157,7 @@ class StageModule(nn.Module):
             if isinstance(module, HeadLoss) and module.row_loss is row_loss:
                 module.row_loss = compiled_row_loss  # a kernel that is compiled on its own
         graph = torch.compile(
-            MethodType(ready_to_compile(self._call), self.model),
+            MethodType(with_own_code(self._call), self.model),
             dynamic=False,
             options={
                 "joint_custom_post_pass": WithoutGenerator(),
@@ -206,7 +206,7 @@ class StageModule(nn.Module):
         """Train from now on by the graphs that `torch.compile` captures (forward, backward and
         recomputation), but with PyTorch's own kernels instead of compiled ones: as exact as eager
         training, and ready in seconds."""
-        own = MethodType(ready_to_compile(self._call), self.model)
+        own = MethodType(with_own_code(self._call), self.model)
         self._train = torch.compile(own, dynamic=False, backend="aot_eager")
 
     def run_fused(self) -> None:
