@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +45,12 @@ def has(module: str, *names: str) -> Callable[[], bool]:
         return True
 
     return check
+
+
+def is_the_compiler() -> bool:
+    """The module that is imported before anything can be compiled."""
+    torch.compiler.disable(len)
+    return "torch._dynamo" in sys.modules
 
 
 def leaves_out_an_update() -> bool:
@@ -140,6 +147,7 @@ TABLE |= {
             "cpp_cache_precompile_headers",
         ),
     ),
+    "torch._dynamo": Interface("model/compiled.py", r"\"torch\._dynamo\"", is_the_compiler),
     "torch._functorch.config": Interface(
         "parallel/stage_module.py",
         r"from torch\._functorch import config",
