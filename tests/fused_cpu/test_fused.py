@@ -207,6 +207,52 @@ def test_micro_batches_share_what_is_folded_of_the_weights(monkeypatch, variant)
         assert torch.equal(anew, kept)
 
 
+@pytest.mark.parametrize("variant", ["nanogpt", "qwen", "experts"])
+def test_micro_batches_gradients_are_unfolded_once(monkeypatch, variant):
+    config = ModelConfig(**{**BASE, **VARIANTS[variant]})
+    tokens, targets = batch()
+    keys = dropout_keys(config, 3, 5, range(len(tokens)))
+    unfold, unfolded = linear._unfold, []
+    monkeypatch.setattr(linear, "_unfold", lambda *given: unfolded.append(given) or unfold(*given))
+    gradients, counts = [], []
+    for waits in (False, True):
+        model = randomised(config, torch.float64)
+        with plainly(), linear.folding_once():
+            for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+                with linear.unfolding_later(waits and rows.stop < len(tokens)):
+                    given = tokens[rows], targets[rows], keys[rows]
+                    fused_loss_sum(model, *given, torch.float64).backward()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+        counts.append(len(unfolded))
+        unfolded.clear()
+    assert counts == [3 * counts[1], counts[1]]
+    assert counts[1] > 0
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+
+
+def test_rounded_gradients_of_micro_batches_add_up_in_fp32():
+    weights, scale = (torch.randn(3, 16), torch.randn(2, 16)), torch.randn(16)
+    rounded = [torch.randn(5, 16).bfloat16() for _ in range(3)]
+    with plainly(), linear.folding_once():
+        for g in rounded[:2]:
+            with linear.unfolding_later(True):
+                assert linear.unfold(g, weights, scale) == ([None, None], None)
+        with linear.unfolding_later(False):
+            found = linear.unfold(rounded[2], weights, scale)
+        first, second, third = (g.float() for g in rounded)
+        expected = linear.unfold(first + second + third, weights, scale)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_gradients_that_no_micro_batch_got_are_not_lost_silently():
+    with (
+        pytest.raises(AssertionError, match="left out weights"),
+        linear.folding_once(),
+        linear.unfolding_later(True),
+    ):
+        linear.unfold(torch.ones(2, 3), (torch.ones(2, 3),), None)
+
+
 def test_weights_are_folded_again_after_the_step():
     weight = torch.ones(2, 3)
     with plainly():

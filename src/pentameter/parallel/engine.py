@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches.step import Batch, evaluation_rows
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu.vector.linear import folding_once
+from pentameter.fused_cpu.vector.linear import folding_once, unfolding_later
 from pentameter.machine.on_host import on_host
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.parallel import gradients
@@ -112,7 +112,7 @@ class Engine:
         mesh.world.activity.naming = Names(dict(zip(wrapped, stage_modules, strict=True)), mesh)
         self._stages: Pipeline | SingleStage
         if plan.layout.pipeline == 1 or not self.meshes:
-            self._stages = SingleStage(stage_modules[0], wrapped, plan)
+            self._stages = SingleStage(stage_modules[0], wrapped, plan, alone=not self.meshes)
         else:
             group, collect = self.meshes[0]["pipeline"].get_group(), self._rounded.collect
             self._stages = Pipeline(wrapped, stage_modules[0], plan, group, collect)
@@ -346,14 +346,21 @@ class _Modes:
 class SingleStage:
     """Trains and evaluates a model without pipeline parallelism. It has the methods of `Pipeline`,
     so that the Engine calls either alike. `wrapped` has one entry, the module that training calls:
-    `stage_module`, or DDP around it. Evaluation calls `stage_module`."""
+    `stage_module`, or DDP around it. Evaluation calls `stage_module`. `alone` says that neither DDP
+    nor FSDP holds memory in which micro-batches' gradients add up."""
 
     def __init__(
-        self, stage_module: StageModule, wrapped: Mapping[int, nn.Module], plan: Plan
+        self,
+        stage_module: StageModule,
+        wrapped: Mapping[int, nn.Module],
+        plan: Plan,
+        *,
+        alone: bool,
     ) -> None:
         (self._trained,) = wrapped.values()
         self._stage_module = stage_module
         self._plan = plan
+        self._alone = alone
 
     def train(
         self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
@@ -372,7 +379,10 @@ class SingleStage:
         n_rows = len(leaves(inputs)[0])
         for rows in micro_batches(n_rows, self._plan.micro_batch_size):
             is_last = rows.stop >= n_rows
-            with micro_batch(self._trained, self._plan.rules, is_last=is_last):
+            with (
+                micro_batch(self._trained, self._plan.rules, is_last=is_last),
+                unfolding_later(more_follow=self._alone and not is_last),
+            ):
                 x, y = (map_leaves(itemgetter(rows), each) for each in (inputs, targets))
                 own_keys = None if keys is None else keys[rows]
                 # (1,): `StageModule.forward` gives the model's 0-dim loss a dimension.

@@ -4,9 +4,10 @@ folded in, the way back for their gradients, sums over rows, and transposed copi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,34 +31,59 @@ class _Rows(Struct):
     _fields_ = fields(int64="M D rows low")
 
 
-_folded: ContextVar[dict[Hashable, tuple[Tensor, object]] | None] = ContextVar(
-    "_folded", default=None
-)
+@dataclass
+class _Step:
+    """Results of `fold` and sums of their gradients that the micro-batches of a step share, by
+    `fold`'s arguments, which are kept, too: another tensor might get the number of one that is
+    gone."""
+
+    folded: dict[Hashable, tuple[Tensor, object]] = field(default_factory=dict)
+    sums: dict[Hashable, tuple[Tensor, object]] = field(default_factory=dict)
+    more_follow: bool = False  # micro-batches that add to the sums
+
+
+_step: ContextVar[_Step | None] = ContextVar("_step", default=None)
 
 
 @contextmanager
 def folding_once() -> Iterator[None]:
     """Context manager for a step's passes, in which no weight changes: inside it `fold` keeps its
-    results, and the next micro-batch gets the same tensors."""
-    token = _folded.set({})
+    results, and the next micro-batch gets the same tensors. With `unfolding_later`, `unfold` waits
+    for the last micro-batch, too."""
+    step = _Step()
+    token = _step.set(step)
     try:
         yield
     finally:
-        _folded.reset(token)
+        _step.reset(token)
+    assert not step.sums, "the step's last micro-batch left out weights that earlier ones used"
+
+
+@contextmanager
+def unfolding_later(more_follow: bool) -> Iterator[None]:
+    """Context manager for a micro-batch's passes, within `folding_once`. If `more_follow`, `unfold`
+    keeps the gradients and adds them up; the first micro-batch after which none follows gets those
+    of the sum."""
+    step = _step.get()
+    assert step is not None
+    step.more_follow = more_follow
+    try:
+        yield
+    finally:
+        step.more_follow = False
 
 
 def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return one matrix in `dtype` for several linear layers, as `kernels.fold` does: their weights
     (…, n, k) stacked by rows, each times `scale` (k,) unless it is None. Do not write to it: others
     may read it (`folding_once`)."""
-    kept = _folded.get()
-    if kept is None:
+    step = _step.get()
+    if step is None:
         return _fold(weights, scale, dtype)
     key = (*map(id, weights), id(scale), dtype)
-    if key not in kept:
-        # The weights, too, or another tensor might get the number of one that is gone.
-        kept[key] = _fold(weights, scale, dtype), (weights, scale)
-    return kept[key][0]
+    if key not in step.folded:
+        step.folded[key] = _fold(weights, scale, dtype), (weights, scale)
+    return step.folded[key][0]
 
 
 def _fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -73,10 +99,27 @@ def _fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype)
 
 def unfold(
     g: Tensor, weights: tuple[Tensor, ...], scale: Tensor | None
-) -> tuple[list[Tensor], Tensor | None]:
+) -> tuple[Sequence[Tensor | None], Tensor | None]:
     """Return (gradients, scale's gradient) for the arguments of `fold`, given its result's gradient
     g (…, n, k), as `kernels.unfold` does: one gradient per weight, in fp32, and the scale's (k,),
-    or None without a scale."""
+    or None without a scale. All are None while the gradient of a later micro-batch is to be added
+    (`unfolding_later`), and g may be written to then."""
+    step = _step.get()
+    if step is None:
+        return _unfold(g, weights, scale)
+    key = (*map(id, weights), id(scale))
+    if key in step.sums:
+        g = step.sums.pop(key)[0].add_(g)
+    if not step.more_follow:
+        return _unfold(g, weights, scale)
+    step.sums[key] = g.to(weights[0].dtype), (weights, scale)
+    return [None] * len(weights), None
+
+
+def _unfold(
+    g: Tensor, weights: tuple[Tensor, ...], scale: Tensor | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return the result of `unfold` for this gradient alone."""
     if not _can_fold(weights, scale, g.dtype):
         return kernels.unfold(g, weights, scale)
     g = g.contiguous()
