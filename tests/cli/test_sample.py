@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
+import torch
 
 from pentameter.checkpoint.folders.model_folder import StoredModel, save_model
 from pentameter.checkpoint.folders.store import CheckpointStore
@@ -81,6 +83,16 @@ def test_without_a_prompt_only_new_text_is_printed(
 ) -> None:
     run([run_folder, "--max-new-tokens", "12", "--device", "cpu"])
     assert len(capsys.readouterr().out) == 12 + 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_a_precision_is_that_of_the_weights(
+    run_folder: str, model: GPT, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+    run([run_folder, "--prompt", "a", "--max-new-tokens", "25", "--precision", precision])
+    (text,) = generate(deepcopy(model).to(dtype), TOKENIZER, "a", max_new_tokens=25)
+    assert capsys.readouterr().out == "a" + text + "\n"
 
 
 def test_several_samples_are_told_apart(

@@ -192,12 +192,13 @@ def test_forwards_of_a_run_stay():
     assert linear.forward is own
 
 
-def test_only_large_fp32_models_get_the_kernels(library, monkeypatch):
+def test_only_large_models_in_fp32_or_bf16_get_the_kernels(library, monkeypatch):
     model = build_model(CONFIG, 1)
     assert few_rows(model) is PLAIN
     monkeypatch.setattr(few_rows_module, "_LEAST_WEIGHTS", 0)
     assert isinstance(few_rows(model), FewRows)
-    assert few_rows(model.bfloat16()) is PLAIN
+    assert isinstance(few_rows(model.bfloat16()), FewRows)
+    assert few_rows(model.double()) is PLAIN
 
 
 def test_without_a_compiler_pytorch_multiplies(monkeypatch, tmp_path):

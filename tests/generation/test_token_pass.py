@@ -80,15 +80,18 @@ WITHOUT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
 @torch.inference_mode(False)
-def made(settings: dict[str, Any], seed: int = 1) -> GPT:
+def made(settings: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 1) -> GPT:
     model = build_model(ModelConfig(**(BASE | settings)), seed).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():  # norms and biases that count
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return model.to(dtype)
 
 
 @pytest.fixture(scope="module", params=(64, 32, 16))
@@ -115,7 +118,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passed(model: GPT, n_slots: int) -> TokenPass:
-    cache = KVCache(model.config, n_slots)
+    cache = KVCache(model.config, n_slots, dtype=model.token_embedding.weight.dtype)
     for each in (*cache.keys, *cache.values):
         each.fill_(float("nan"))  # nothing is read that was not written
     matmul = FewRows()
@@ -132,17 +135,18 @@ def tokens_of(n_texts: int, seed: int = 3) -> torch.Tensor:
     return torch.randint(0, 37, (n_texts, CONTEXT), generator=generator)
 
 
+@DTYPES
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_a_whole_context_is_as_close_to_fp64_as_pytorchs(width, kind):
-    model, tokens, slots = made(KINDS[kind]), tokens_of(3), [2, 0, 1]
+def test_a_whole_context_is_as_close_to_fp64_as_pytorchs(width, kind, dtype):
+    model, tokens, slots = made(KINDS[kind], dtype), tokens_of(3), [2, 0, 1]
     one_call = passed(model, 3)
     assert one_call.is_precise()
     found = [
         one_call(tokens[:, position].tolist(), [position] * 3, slots).clone()
         for position in range(CONTEXT)
     ]
-    own, exact = model(tokens), made(KINDS[kind]).double()(tokens)
+    own, exact = model(tokens), made(KINDS[kind], dtype).double()(tokens)
     assert exact.std() > 0.1
     logits = torch.stack(found, 1)
     # Each is some roundings away, of sums in other orders.
@@ -152,10 +156,11 @@ def test_a_whole_context_is_as_close_to_fp64_as_pytorchs(width, kind):
         assert error(logits[:, at], exact[:, at]) <= 4 * error(own[:, at], exact[:, at])
 
 
+@DTYPES
 @pytest.mark.parametrize("kind", ["character", "Qwen 3", "windows and sinks"])
 @torch.inference_mode()
-def test_a_text_is_the_same_beside_any_others(width, kind):
-    model, tokens = made(KINDS[kind]), tokens_of(16)
+def test_a_text_is_the_same_beside_any_others(width, kind, dtype):
+    model, tokens = made(KINDS[kind], dtype), tokens_of(16)
     together, alone = passed(model, 16), passed(model, 16)
     lengths = [1, 5, 64, 65, 2, 71, 90, 3] * 2
     for position in range(max(lengths)):
@@ -173,10 +178,11 @@ def test_a_text_is_the_same_beside_any_others(width, kind):
             assert torch.equal(found[row : row + 1], expected)
 
 
+@DTYPES
 @torch.inference_mode()
-def test_bits_do_not_depend_on_threads(width, monkeypatch):
+def test_bits_do_not_depend_on_threads(width, monkeypatch, dtype):
     monkeypatch.setattr(token_pass_module, "_LEAST_WORK", 0)
-    one_call = passed(made(KINDS["Qwen 3"]), 5)
+    one_call = passed(made(KINDS["Qwen 3"], dtype), 5)
     rows = [3, 1, 4, 1, 5], [0] * 5, range(5)
     check_same_on_any_threads(lambda: [one_call(*rows).clone() for _ in range(4)])
 
@@ -210,15 +216,18 @@ def test_weights_of_bf16_numbers_have_the_bits_of_fp32(width):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-def test_changes_of_weights_are_seen(width, narrow):
+@pytest.mark.parametrize("weights", ["fp32", "published", "bf16"])
+def test_changes_of_weights_are_seen(width, weights):
     model = made(KINDS["character"])
-    if narrow:
-        model = model.bfloat16().float()
+    if weights != "fp32":
+        model = model.bfloat16()
+    if weights == "published":
+        model = model.float()
     one_call = passed(model, 1)
-    for factor in (2.0, 1.001):
+    for factor in (2.0, 1.01):
         with torch.no_grad():
             model.head_parameters()[0].mul_(factor)
+            model.get_parameter("final_norm.weight").mul_(factor)
             model.get_parameter("blocks.1.mlp.up.weight").mul_(factor)
         expected = passed(model, 1)([5], [0], [0])
         assert torch.equal(one_call([5], [0], [0]), expected)

@@ -31,8 +31,10 @@ from pentameter.serve.passes import Shapes, Slots, n_read_in_pieces
 V = TOKENIZER.vocab_size
 
 
-def make_slots(n_slots: int = 8, one_by_one: bool = False, **model: Any) -> Slots:
-    slots = Slots(make_model(**model), V, n_slots)
+def make_slots(
+    n_slots: int = 8, one_by_one: bool = False, dtype: torch.dtype = torch.float32, **model: Any
+) -> Slots:
+    slots = Slots(make_model(**model).to(dtype), V, n_slots)
     slots.find_shapes()
     if one_by_one:
         slots.shapes = Shapes((1,), slots.shapes.key_sizes)
@@ -124,6 +126,7 @@ LLAMA: dict[str, Any] = {
 SHARED: dict[str, Slots | None] = {
     "in one call": make_slots_in_one_call(),
     "a llama in one call": make_slots_in_one_call(n_kv_heads=1, **LLAMA),
+    "bf16 in one call": make_slots_in_one_call(dtype=torch.bfloat16),
     "shapes found": make_slots(),
     "one by one": make_slots(one_by_one=True),
     "a llama": make_slots(n_kv_heads=2, **LLAMA),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from pentameter.cli.options.arguments import device_for_verb, load_for_verb, parse, print_tables
+from pentameter.config.choices import Precision
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError, remark
 from pentameter.machine.load.idle_threads import IdleThreads
@@ -76,6 +77,9 @@ class SampleArguments:
     """The same seed gives the same texts."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where the model runs; auto takes the fastest present."""
+    precision: Literal["weights", "auto", Precision] = "weights"
+    """Arithmetic of the matrix products; in bf16 and fp16, weights, keys and values have 16 bits,
+    too. That of the weights is fp32 where a model was published in 16 bits."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object at the end instead of text."""
 
@@ -104,7 +108,7 @@ def run(arguments: list[str]) -> int:
         num_samples=asked.num_samples,
         seed=asked.seed,
     )
-    loaded = load_for_verb(asked.model, device_for_verb(asked.device))
+    loaded = load_for_verb(asked.model, device_for_verb(asked.device), asked.precision)
     settings = _as_published(settings, given, loaded)
     if asked.experts:
         _print_expert_choices(loaded, prompt, as_json=asked.json)

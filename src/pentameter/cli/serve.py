@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from pentameter.cli.options.arguments import check_least, device_for_verb, load_for_verb, parse
+from pentameter.config.choices import Precision
 from pentameter.errors import ConfigError, missing_package, remark
 from pentameter.machine.address import LOOPBACK, api_key_of, bind, check_origin
 from pentameter.machine.load.idle_threads import IdleThreads
@@ -48,6 +49,9 @@ class ServeArguments:
     """On SIGINT or SIGTERM requests that run have this long to end."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where the models run; auto takes the fastest present."""
+    precision: Literal["weights", "auto", Precision] = "weights"
+    """Arithmetic of the matrix products; in bf16 and fp16, weights, keys and values have 16 bits,
+    too. That of the weights is fp32 where a model was published in 16 bits."""
 
 
 def run(arguments: list[str]) -> int:
@@ -82,7 +86,7 @@ def run(arguments: list[str]) -> int:
             remark("--cors-origin '*' lets any page ask that is open in a browser; give --api-key")
         worker = Worker(most_waiting=asked.queue)
         for name, path in zip(names, asked.models, strict=True):
-            loaded = worker.call(partial(load_for_verb, path, device))
+            loaded = worker.call(partial(load_for_verb, path, device, asked.precision))
             served = worker.call(partial(served_model, name, loaded, asked.slots))
             print(f"{name}: {served.described()}", flush=True)
             remark(*served.remarks())

@@ -98,8 +98,8 @@ class FewRows(Matmul):
     def least(self, weight: Tensor) -> Tensor:
         """Return a weight in bf16 if all its numbers are, else itself. The copy is made once, and
         anew after a change of the weight in place."""
-        if not self._narrows or weight.is_inference():  # whose changes are not counted
-            return weight
+        if not self._narrows or weight.dtype is torch.bfloat16 or weight.is_inference():
+            return weight  # changes of inference tensors are not counted
         of, version, copy = self._copies.get(id(weight), (None, -1, None))
         if of is not weight or version != weight._version:
             copy = torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False)
@@ -162,11 +162,12 @@ def _is_rounded(x: Tensor, weight: Tensor) -> bool:
 
 
 def few_rows(model: GPT) -> Matmul:
-    """Return the Matmul by which a model generates: FewRows if its weights are fp32 on the CPU, and
-    large, and the kernels can be built; else PyTorch's."""
+    """Return the Matmul by which a model generates: FewRows if its weights are on the CPU, all fp32
+    or all bf16, and large, and the kernels can be built; else PyTorch's."""
     weights = [each for each in model.parameters() if each.ndim == 2]
-    is_fp32 = all(each.device.type == "cpu" and each.dtype is torch.float32 for each in weights)
-    if not is_fp32 or sum(each.numel() for each in weights) < _LEAST_WEIGHTS:
+    kinds = {(each.device.type, each.dtype) for each in weights}
+    known = {("cpu", torch.float32)}, {("cpu", torch.bfloat16)}
+    if kinds not in known or sum(each.numel() for each in weights) < _LEAST_WEIGHTS:
         return PLAIN
     if not native.is_loaded("rows") and native.load("rows", machine_capabilities()) is not None:
         return PLAIN

@@ -8,6 +8,9 @@ which order it adds: a text's logits do not depend on the texts beside it, nor o
 threads. They round otherwise than PyTorch's; so a model's first layer is tried first, on this
 machine: its results must be as close to those in fp64 as PyTorch's are.
 
+Of a model in bf16, matrices, embeddings, keys and values are read as they lie; inputs of matmuls
+are rounded to bf16, and all else is fp32.
+
 Shapes: R rows, one for each text; D d_model, H heads, G KV heads, K head size, V vocabulary
 (padded).
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from math import nan
 from typing import Any, ClassVar
 
 import numpy as np
@@ -69,7 +73,7 @@ _ROUNDOFF = 2.0**-24
 
 class _Embedding(native.Struct):
     kind: ClassVar = 0
-    _fields_ = native.fields("tokens positions y", int64="width", float32="factor")
+    _fields_ = native.fields("tokens positions y", int64="width narrow", float32="factor")
 
 
 class _Norm(native.Struct):
@@ -79,7 +83,7 @@ class _Norm(native.Struct):
 
 class _Linear(native.Struct):
     kind: ClassVar = 2
-    _fields_ = native.fields("x weight bias y", int64="n_in n_out narrow adds block")
+    _fields_ = native.fields("x weight bias y", int64="n_in n_out narrow rounds adds block")
 
 
 class _Attention(native.Struct):
@@ -87,7 +91,7 @@ class _Attention(native.Struct):
     _fields_ = native.fields(
         "q k v keys values y q_norm k_norm sinks cosine sine",
         int64="n_heads n_kv_heads channels q_row q_head kv_row kv_head of_slot of_head window "
-        "turning",
+        "turning narrow",
         float32="eps factor",
     )
 
@@ -112,8 +116,11 @@ class _Operations:
         """Operations of attention, each with the rotation whose table it is to be given."""
         self.narrowed: list[tuple[_Linear, Tensor]] = []
         """Operations that multiply by a copy in bf16, each with the weight."""
+        self.widened: list[tuple[Tensor, Tensor]] = []
+        """Vectors of a model in bf16, each with the copy in fp32 that is read in its place."""
         self._config, self._matmul, self._keys, self._values = model.config, matmul, keys, values
         self._n_rows = len(keys[0])
+        self._is_bf16 = model.token_embedding.weight.dtype is torch.bfloat16
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._kept: list[Tensor] = []
         D = self._config.d_model
@@ -142,25 +149,33 @@ class _Operations:
 
     def _embed(self, model: GPT) -> None:
         config, table = self._config, None
+        weight = model.token_embedding.weight
         match config.positions:
             case "learned":
                 table = model.position_embedding.weight
             case "sinusoidal":
                 every = torch.arange(config.context_length)
-                table = sinusoidal_positions(every, config.d_model, torch.float32)
+                table = sinusoidal_positions(every, config.d_model, weight.dtype)
                 self._kept.append(table)
             case "rotary":
                 pass
             case unknown:
                 refuse_unknown(unknown, "model.positions", "the pass over one token")
         factor = config.d_model**0.5 if config.embedding_scale else 1.0
-        weight = model.token_embedding.weight
-        self._add(_Embedding(weight, table, self.stream, config.d_model, factor))
+        sizes = config.d_model, self._is_bf16
+        self._add(_Embedding(weight, table, self.stream, *sizes, factor))
+
+    def _wide(self, vector: Tensor | None) -> Tensor | None:
+        """Return a vector in fp32: itself, or a copy."""
+        if vector is None or vector.dtype is torch.float32:
+            return vector
+        self.widened.append((vector, vector.detach().float()))
+        return self.widened[-1][1]
 
     def _norm(self, x: Tensor, y: Tensor | None, norm: Any, *, adds: bool = False) -> None:
-        bias, eps = getattr(norm, "bias", None), norm.eps
+        vectors = self._wide(norm.weight), self._wide(getattr(norm, "bias", None))
         centres = isinstance(norm, nn.LayerNorm)
-        made = _Norm(x, norm.weight, bias, y, x.shape[1], centres, adds, eps)
+        made = _Norm(x, *vectors, y, x.shape[1], centres, adds, norm.eps)
         self._add(made, waits=y is not None)
 
     def _normed(self, x: Tensor, norm: Any) -> Tensor | None:
@@ -182,11 +197,11 @@ class _Operations:
     ) -> Tensor:
         """Multiply x (R, K), or what each thread has normed, by a weight (N, K); return y."""
         least = self._matmul.least(weight)
-        is_narrow = least is not weight
         N, K = weight.shape
-        linear = _Linear(x, least, bias, y, K, N, is_narrow, adds, block)
+        kinds = least.dtype is torch.bfloat16, self._is_bf16
+        linear = _Linear(x, least, self._wide(bias), y, K, N, *kinds, adds, block)
         self._add(linear, waits=waits)
-        if is_narrow:
+        if least is not weight:
             self.narrowed.append((linear, weight))
         return y
 
@@ -254,10 +269,12 @@ class _Operations:
         means = self._buffer("means", H * K)
         norms = (None, None) if of.qk_norm is None else (of.q_norm.weight, of.k_norm.weight)
         sinks = None if of.sinks is None else of.sinks.weight
+        vectors = (self._wide(each) for each in (*norms, sinks))
         turning = 0 if of.rotates_by is None else config.turning_channels
         attention = _Attention(
-            *(q, k, v, keys, values, means, *norms, sinks, None, None),
+            *(q, k, v, keys, values, means, *vectors, None, None),
             *(H, G, K, *steps, *keys.stride()[:2], of.window or 0, turning),
+            keys.dtype is torch.bfloat16,
             *(config.norm_eps, K**-0.5 * of.query_factor),
         )
         self._add(attention)
@@ -315,6 +332,8 @@ class TokenPass:
         self._n_turned = 0
         self._team = _Team()
         self._n_weights = sum(each.numel() for each in model.parameters())
+        self._copied = [weight for weight, _ in self._of.widened]
+        self._copied += [weight for _, weight in self._of.narrowed]
         self._versions = self._count_changes()
 
     def __call__(self, tokens: Any, positions: Any, slots: Any) -> Tensor:
@@ -336,8 +355,8 @@ class TokenPass:
         threads or by one `alone`."""
         if (n_seen := int(rows[1].max()) + 1) > self._n_turned and self._of.turned:
             self._turn(n_seen)
-        if self._of.narrowed and self._versions != self._count_changes():
-            self._narrow()
+        if self._copied and self._versions != self._count_changes():
+            self._copy()
         n = rows.shape[1]
         begin, of_row = rows.ctypes.data, n * rows.itemsize
         inputs = (begin, begin + of_row, begin + 2 * of_row)
@@ -352,15 +371,20 @@ class TokenPass:
             cosine, sine = self._tables[kind]
             attention.cosine, attention.sine = cosine.data_ptr(), sine.data_ptr()
 
-    def _narrow(self) -> None:
+    @torch.no_grad()
+    def _copy(self) -> None:
         """Have changed weights read where they are now: from a new copy, or as they are."""
+        for vector, copy in self._of.widened:
+            copy.copy_(vector)
         for linear, weight in self._of.narrowed:
             least = self._matmul.least(weight)
             linear.weight, linear.narrow = least.data_ptr(), least is not weight
         self._versions = self._count_changes()
 
-    def _count_changes(self) -> int:
-        return sum(weight._version for _, weight in self._of.narrowed)
+    def _count_changes(self) -> float:
+        """Return a number that a change of a copied weight changes; nan, which equals no number, if
+        there is an inference tensor, whose changes PyTorch does not count."""
+        return sum(nan if each.is_inference() else each._version for each in self._copied)
 
     @torch.inference_mode()
     def is_precise(self) -> bool:
@@ -386,8 +410,8 @@ class TokenPass:
 
 
 def _by_pytorch(model: GPT, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the residual stream (B, T, D) of whole `texts` (B, T) after the first layer, in fp32
-    and in fp64."""
+    """Return the residual stream (B, T, D) of whole `texts` (B, T) after the first layer, in the
+    model's dtype and in fp64."""
     positions = torch.arange(texts.shape[1])
     x = model.embed(texts, positions)
     block, found = model.blocks["0"], []
@@ -414,6 +438,7 @@ def obstacle(model: GPT, matmul: Matmul) -> str | None:
     config = model.config
     attention, activation = config.attention, config.feed_forward.activation
     widths = (config.d_model, config.head_channels, config.feed_forward_width)
+    dtypes, fp32, bf16 = {each.dtype for each in model.parameters()}, torch.float32, torch.bfloat16
     by_length = config.positions == "rotary" and config.rope_scaling.type in _BY_LENGTH
     holds = {
         "PyTorch multiplies": not isinstance(matmul, FewRows),
@@ -426,7 +451,8 @@ def obstacle(model: GPT, matmul: Matmul) -> str | None:
         f"a width is no multiple of {native.CHANNELS}": any(n % native.CHANNELS for n in widths),
         f"a head has over {_MOST_CHANNELS} channels": config.head_channels > _MOST_CHANNELS,
         "a module computes in its own way": not all(map(_is_plain, model.modules())),
-        "a parameter is not fp32, in order": not all(map(_is_plain_fp32, model.parameters())),
+        "a parameter is not on the CPU, in order": not all(map(_is_in_order, model.parameters())),
+        "parameters are neither all fp32 nor all bf16": dtypes not in ({fp32}, {bf16}),
     }
     return next((phrase for phrase, is_so in holds.items() if is_so), None)
 
@@ -440,8 +466,8 @@ def _is_plain(module: nn.Module) -> bool:
     return not isinstance(module, (Attention, MLP)) or module.read is read
 
 
-def _is_plain_fp32(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous()
+def _is_in_order(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.is_contiguous()
 
 
 def token_pass(

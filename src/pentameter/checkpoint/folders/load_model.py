@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pentameter.checkpoint.folders.opening import Check, Checkpoint, check_content, find_model
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor, check_weights, copy_region
+from pentameter.config.choices import Precision
 from pentameter.config.schema import Config, LoraConfig
 from pentameter.config.urls import given_path
 from pentameter.errors import ConfigError, PentameterError
@@ -52,16 +53,21 @@ def load_model(
     *,
     model: Build | ModelSource | None = None,
     device: torch.device | str = "cpu",
+    precision: Literal["weights", "auto", Precision] = "weights",
     warnings: list[str] | None = None,
 ) -> LoadedModel:
     """Load the model in `path` as a whole, in evaluation mode, on `device`. `path` is a run folder
     (its best checkpoint is taken, else its last), a checkpoint folder, a Hugging Face folder or
     `hf://OWNER/NAME`.
 
-    Weights from a checkpoint keep the dtype they were saved with; half-precision weights from a
-    Hugging Face folder become fp32. `warnings` gets a line for each damaged checkpoint that was
-    skipped, and for anything left out. Raises ConfigError if `path` is no model folder or has an
-    unsupported architecture, CorruptError if nothing in it is intact.
+    With `precision` "weights", those from a checkpoint keep the dtype they were saved with, and
+    half-precision ones from a Hugging Face folder become fp32. Else they are rounded to the dtype
+    in which that precision multiplies (`bf16`: bfloat16); `auto` is the one that training on
+    `device` takes, and `tf32` has PyTorch multiply so in the whole process.
+
+    `warnings` gets a line for each damaged checkpoint that was skipped, and for anything left out.
+    Raises ConfigError if `path` is no model folder or has an unsupported architecture, or if
+    `device` lacks the precision; CorruptError if nothing in it is intact.
 
     `model` is the argument that `Trainer` was given when a custom model was trained: a function
     that builds the module, or a ModelSource. None loads the built-in GPT. Raises ConfigError if it
@@ -69,6 +75,8 @@ def load_model(
     """
     import torch
 
+    from pentameter.machine.choices import choose_precision
+    from pentameter.parallel.precision import arithmetic, set_matmul_precision
     from pentameter.parallel.sources.custom_model import model_source
 
     source = model_source(model)
@@ -76,6 +84,10 @@ def load_model(
     weights = stored.weights
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point}
     dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    if precision != "weights":
+        chosen, _ = choose_precision(precision, torch.device(device))
+        dtype = arithmetic(chosen).products
+        set_matmul_precision(None, chosen)
     module = source.build_whole(stored.config, dtype, torch.device(device))
     targets = module.state_dict()
     if source.table_of is None:  # only now are its names and shapes known

@@ -294,14 +294,14 @@ def device_for_verb(name: str) -> torch.device:
     return device
 
 
-def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
-    """Load the model in a run, checkpoint or Hugging Face folder onto `device`; print warnings on
-    stderr."""
+def load_for_verb(path: Path, device: torch.device, precision: Any = "weights") -> LoadedModel:
+    """Load the model in a run, checkpoint or Hugging Face folder onto `device`, its weights in
+    `precision` (`load_model`); print warnings on stderr."""
     with importing():
         from pentameter.checkpoint.folders.load_model import load_model
 
     warnings: list[str] = []
-    loaded = load_model(path, device=device, warnings=warnings)
+    loaded = load_model(path, device=device, precision=precision, warnings=warnings)
     remark(*warnings)
     return loaded
 

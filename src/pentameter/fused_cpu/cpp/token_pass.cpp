@@ -4,6 +4,9 @@
 // A text's numbers depend on that text alone, to the last bit: each sum is made by one thread, in an
 // order that neither the number of texts nor that of threads changes. Sums run over the lanes of a
 // register, then over its halves, so the bits differ between widths of registers.
+//
+// Of a model in bf16, matrices, embeddings, keys and values are bf16, a matmul's inputs are rounded to
+// it, and all else is fp32. Products of two such numbers are added in pairs.
 
 #include <algorithm>
 #include <cstdint>
@@ -32,10 +35,11 @@ struct Range {
     }
 };
 
-// A thread's own copy of normed inputs: all threads making one is sooner done than waiting for one
-// that makes it.
-inline float* own_inputs(int64_t n) {
-    static thread_local std::vector<float> numbers;
+// A thread's own copy of normed inputs, or of rounded ones: all threads making one is sooner done than
+// waiting for one that makes it.
+template <class Number>
+inline Number* own_inputs(int64_t n) {
+    static thread_local std::vector<Number> numbers;
     if (int64_t(numbers.size()) < n) numbers.resize(n);
     return numbers.data();
 }
@@ -46,9 +50,9 @@ struct Rows {  // texts: the newest token of each, its position, and the slot of
 };
 
 struct Embedding {
-    const float *tokens, *positions;
+    const void *tokens, *positions;
     float* y;
-    int64_t width;
+    int64_t width, narrow;
     float factor;
 };
 
@@ -64,17 +68,18 @@ struct Linear {
     const void* weight;
     const float* bias;
     float* y;
-    int64_t n_in, n_out, narrow, adds, block;  // outputs that a thread takes at once
+    int64_t n_in, n_out, narrow, rounds, adds, block;  // outputs that a thread takes at once
 };
 
 // Of row m, head h, queries begin at q + m · q_row + h · q_head, keys and values likewise. The cache
 // is (slots, KV heads, positions, channels).
 struct Attention {
     const float *q, *k, *v;
-    float *keys, *values, *y;
+    void *keys, *values;
+    float* y;
     const float *q_norm, *k_norm, *sinks, *cosine, *sine;
     int64_t n_heads, n_kv_heads, channels, q_row, q_head, kv_row, kv_head, of_slot, of_head, window,
-        turning;
+        turning, narrow;
     float eps, factor;
 };
 
@@ -84,14 +89,16 @@ struct Activation {
     int64_t width, kind, block;  // as its inputs' Linear has it
 };
 
+template <class Weight>
 void embed(const Embedding& of, const Rows& rows) {
     const Range range(rows.n);
     for (int64_t m = range.first; m < range.last; ++m) {
-        const float* token = of.tokens + rows.tokens[m] * of.width;
-        const float* position = of.positions + rows.positions[m] * of.width;
-        for (int64_t i = 0; i < of.width; ++i) {
-            const float x = token[i] * of.factor;
-            of.y[m * of.width + i] = of.positions ? x + position[i] : x;
+        const Weight* token = static_cast<const Weight*>(of.tokens) + rows.tokens[m] * of.width;
+        const Weight* position = static_cast<const Weight*>(of.positions);
+        if (position) position += rows.positions[m] * of.width;
+        for (int64_t i = 0; i < of.width; i += LANES) {
+            const Floats x = load(token + i) * of.factor;
+            store(of.y + m * of.width + i, position ? x + load(position + i) : x);
         }
     }
 }
@@ -120,28 +127,47 @@ inline void norm_row(float* y, const float* x, const Norm& of) {
 
 void norm(const Norm& of, const Rows& rows) {
     const Range range(rows.n);
-    float* y = of.y ? of.y : own_inputs(rows.n * of.width);
+    float* y = of.y ? of.y : own_inputs<float>(rows.n * of.width);
     for (int64_t m = of.y ? range.first : 0; m < (of.y ? range.last : rows.n); ++m)
         norm_row(y + m * of.width, of.x + m * of.width, of);
 }
 
+// A register of inputs, or of weights that meet them: fp32, or pairs in bf16, of which the last may
+// be half a register's.
+template <bool WHOLE, class Number>
+inline Floats numbers_at(const Number* x, const float*) {
+    return load(x);
+}
+template <bool WHOLE>
+inline Words numbers_at(const bf16* x, const bf16*) {
+    return load_pairs<WHOLE>(x);
+}
+
+// Adds the products of as many inputs as a register holds, of all outputs (M, R).
+template <int M, int R, bool WHOLE, class Weight, class Input>
+inline void add_inputs(Floats (&sums)[M][R], const Input* x, const Weight* w, int64_t K, bool asks) {
+    decltype(numbers_at<WHOLE>(x, x)) weights[R];
+    for (int r = 0; r < R; ++r) weights[r] = numbers_at<WHOLE>(w + r * K, x);
+    if (asks)
+        for (int r = 0; r < R; ++r) __builtin_prefetch(w + (R + r) * K);
+    for (int i = 0; i < M; ++i) {
+        const auto inputs = numbers_at<WHOLE>(x + i * K, x);
+        for (int r = 0; r < R; ++r) sums[i][r] = add_products(sums[i][r], inputs, weights[r]);
+    }
+}
+
 // Outputs (M, R) of a matmul, the first of them being of row `m`, output `first`.
-template <int M, int R, class Weight>
-inline void tile(const Linear& of, const float* x, int64_t m, int64_t first) {
+template <int M, int R, class Weight, class Input>
+inline void tile(const Linear& of, const Input* x, int64_t m, int64_t first) {
+    constexpr int64_t STEP = VECTOR_BYTES / sizeof(Input);
     const int64_t K = of.n_in, N = of.n_out;
     x += m * K;
     const Weight* w = static_cast<const Weight*>(of.weight) + first * K;
     Floats sums[M][R] = {};
-    for (int64_t k = 0; k < K; k += LANES) {
-        Floats weights[R];
-        for (int r = 0; r < R; ++r) weights[r] = load(w + r * K + k);
-        if (m == 0)  // asks for the next outputs, before the first rows of them
-            for (int r = 0; r < R; ++r) __builtin_prefetch(w + (R + r) * K + k);
-        for (int i = 0; i < M; ++i) {
-            const Floats inputs = load(x + i * K + k);
-            for (int r = 0; r < R; ++r) sums[i][r] += inputs * weights[r];
-        }
-    }
+    const bool asks = m == 0;  // for the next outputs, before the first rows of them
+    int64_t k = 0;
+    for (; k + STEP <= K; k += STEP) add_inputs<M, R, true>(sums, x + k, w + k, K, asks);
+    if (k < K) add_inputs<M, R, false>(sums, x + k, w + k, K, asks);
     for (int i = 0; i < M; ++i)
         for (int r = 0; r < R; ++r) {
             float* y = of.y + (m + i) * N + first + r;
@@ -158,16 +184,16 @@ constexpr int width_of(int M) {
     return M == 1 ? 8 : LANES == 16 ? (M == 2 ? 8 : 6) : (M == 2 ? 4 : M == 3 ? 3 : 2);
 }
 
-template <int M, class Weight>
-inline void tiles(const Linear& of, const float* x, int64_t m, int64_t first, int64_t last) {
+template <int M, class Weight, class Input>
+inline void tiles(const Linear& of, const Input* x, int64_t m, int64_t first, int64_t last) {
     constexpr int R = width_of(M);
     for (; first + R <= last; first += R) tile<M, R, Weight>(of, x, m, first);
     for (; first < last; ++first) tile<M, 1, Weight>(of, x, m, first);
 }
 
 // `n` rows, fewer than M, from `m` on.
-template <int M, class Weight>
-inline void fewer(const Linear& of, const float* x, int64_t m, int64_t n, int64_t first,
+template <int M, class Weight, class Input>
+inline void fewer(const Linear& of, const Input* x, int64_t m, int64_t n, int64_t first,
                   int64_t last) {
     if constexpr (M > 1) {
         if (n == M - 1)
@@ -177,9 +203,8 @@ inline void fewer(const Linear& of, const float* x, int64_t m, int64_t n, int64_
     }
 }
 
-template <class Weight>
-void multiply(const Linear& of, const Rows& rows) {
-    const float* x = of.x ? of.x : own_inputs(0);
+template <class Weight, class Input>
+void multiply(const Linear& of, const Input* x, const Rows& rows) {
     const Range range((of.n_out + of.block - 1) / of.block);
     for (int64_t i = range.first; i < range.last; ++i) {
         const int64_t first = i * of.block, last = std::min(of.n_out, first + of.block);
@@ -187,6 +212,18 @@ void multiply(const Linear& of, const Rows& rows) {
         for (; m + MOST_ROWS <= rows.n; m += MOST_ROWS)
             tiles<MOST_ROWS, Weight>(of, x, m, first, last);
         fewer<MOST_ROWS, Weight>(of, x, m, rows.n - m, first, last);
+    }
+}
+
+void multiply(const Linear& of, const Rows& rows) {
+    const float* x = of.x ? of.x : own_inputs<float>(0);
+    if (of.rounds) {
+        const int64_t n = rows.n * of.n_in;
+        bf16* rounded = own_inputs<bf16>(n);
+        for (int64_t i = 0; i < n; i += LANES) store(rounded + i, load(x + i));
+        multiply<bf16>(of, rounded, rows);
+    } else {
+        of.narrow ? multiply<bf16>(of, x, rows) : multiply<float>(of, x, rows);
     }
 }
 
@@ -209,8 +246,8 @@ inline void prepare(float* y, const float* x, const float* weight, const Attenti
 }
 
 // Scores of R keys.
-template <int R>
-inline void score(float* scores, const float* q, const float* keys, int64_t K) {
+template <int R, class Number>
+inline void score(float* scores, const float* q, const Number* keys, int64_t K) {
     Floats sums[R] = {};
     for (int64_t c = 0; c < K; c += LANES) {
         const Floats query = load(q + c);
@@ -220,9 +257,9 @@ inline void score(float* scores, const float* q, const float* keys, int64_t K) {
 }
 
 // means = means · kept + Σ weights · values, for C registers of channels.
-template <int C>
-inline void add_values(float* means, float kept, const float* weights, const float* values, int64_t n,
-                       int64_t K) {
+template <int C, class Number>
+inline void add_values(float* means, float kept, const float* weights, const Number* values,
+                       int64_t n, int64_t K) {
     Floats sums[C] = {};
     for (int64_t s = 0; s < n; ++s)
         for (int c = 0; c < C; ++c) sums[c] += weights[s] * load(values + s * K + c * LANES);
@@ -236,7 +273,8 @@ struct Head {
     float q[MOST_CHANNELS], means[MOST_CHANNELS];
     float top, total;
 
-    void read(const float* keys, const float* values, int64_t n, int64_t K) {
+    template <class Number>
+    void read(const Number* keys, const Number* values, int64_t n, int64_t K) {
         float weights[KEYS];
         int64_t s = 0;
         for (; s + 4 <= n; s += 4) score<4>(weights + s, q, keys + s * K, K);
@@ -259,6 +297,7 @@ struct Head {
     }
 };
 
+template <class Number>
 void attend(const Attention& of, const Rows& rows) {
     const int64_t K = of.channels, n_sharing = of.n_heads / of.n_kv_heads;
     const Range range(rows.n * of.n_kv_heads);
@@ -266,9 +305,14 @@ void attend(const Attention& of, const Rows& rows) {
         const int64_t m = i / of.n_kv_heads, g = i % of.n_kv_heads, at = rows.positions[m];
         const int64_t in_cache = rows.slots[m] * of.of_slot + g * of.of_head;
         const int64_t in_row = m * of.kv_row + g * of.kv_head;
-        float *keys = of.keys + in_cache, *values = of.values + in_cache;
-        prepare(keys + at * K, of.k + in_row, of.k_norm, of, at, 1.0f);
-        std::copy(of.v + in_row, of.v + in_row + K, values + at * K);
+        Number* keys = static_cast<Number*>(of.keys) + in_cache;
+        Number* values = static_cast<Number*>(of.values) + in_cache;
+        float key[MOST_CHANNELS];
+        prepare(key, of.k + in_row, of.k_norm, of, at, 1.0f);
+        for (int64_t c = 0; c < K; c += LANES) {
+            store(keys + at * K + c, load(key + c));
+            store(values + at * K + c, load(of.v + in_row + c));
+        }
         const int64_t first = of.window ? std::max<int64_t>(0, at + 1 - of.window) : 0;
         for (int64_t h = g * n_sharing; h < (g + 1) * n_sharing; ++h) {
             Head head;
@@ -320,14 +364,18 @@ extern "C" void pentameter_token_pass(const int64_t* kinds, const int64_t* waits
     for (int64_t i = 0; i < n_operations; ++i) {
         const void* of = operations[i];
         switch (kinds[i]) {
-            case 0: embed(*static_cast<const Embedding*>(of), rows); break;
-            case 1: norm(*static_cast<const Norm*>(of), rows); break;
-            case 2: {
-                const Linear& linear = *static_cast<const Linear*>(of);
-                linear.narrow ? multiply<bf16>(linear, rows) : multiply<float>(linear, rows);
+            case 0: {
+                const Embedding& embedding = *static_cast<const Embedding*>(of);
+                embedding.narrow ? embed<bf16>(embedding, rows) : embed<float>(embedding, rows);
                 break;
             }
-            case 3: attend(*static_cast<const Attention*>(of), rows); break;
+            case 1: norm(*static_cast<const Norm*>(of), rows); break;
+            case 2: multiply(*static_cast<const Linear*>(of), rows); break;
+            case 3: {
+                const Attention& attention = *static_cast<const Attention*>(of);
+                attention.narrow ? attend<bf16>(attention, rows) : attend<float>(attention, rows);
+                break;
+            }
             default: activate(*static_cast<const Activation*>(of), rows);
         }
         if (waits[i]) {

@@ -64,6 +64,26 @@ inline void store(bf16* to, Floats x) {
     std::memcpy(to, &rounded, sizeof rounded);
 }
 
+// Pairs of bf16 numbers, a pair in each lane: in all of them, or in the first half, zeros behind.
+template <bool WHOLE>
+inline Words load_pairs(const bf16* from) {
+    Words x = {};
+    std::memcpy(&x, from, WHOLE ? sizeof x : sizeof x / 2);
+    return x;
+}
+
+// sum + x · y, in each lane; of pairs, the products of both.
+inline Floats add_products(Floats sum, Floats x, Floats y) { return sum + x * y; }
+
+inline Floats add_products(Floats sum, Words x, Words y) {
+#if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+#else
+    sum += (Floats)(x & 0xffff0000) * (Floats)(y & 0xffff0000);
+    return sum + (Floats)(x << 16) * (Floats)(y << 16);
+#endif
+}
+
 inline Floats all(float x) { return x - Floats{}; }
 
 // 0, 1, 2, …
