@@ -10,7 +10,7 @@ import pytest
 from source_files import SOURCE, files, parsed
 
 WINDOWS = """
-import builtins, os, signal, sys, sysconfig
+import builtins, os, shutil, signal, sys, sysconfig  # shutil would look for Windows' own module
 sysconfig.get_config_vars()  # later it would look for those of this platform
 sys.platform = "win32"
 absent = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog"}

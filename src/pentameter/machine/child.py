@@ -200,7 +200,9 @@ class PythonChild(Child):
         except (EOFError, OSError) as error:
             with suppress(subprocess.TimeoutExpired):  # it may still be on its way out
                 self.process.wait(_LEAVING_SECONDS)
-            raise ChildEndedError(self.close()) from error
+            # The frames where it was raised hold the request's pickle, of whose end in a cycle of
+            # references Python 3.13 complains.
+            raise ChildEndedError(self.close()) from error.with_traceback(None)
 
     def close(self) -> int:
         """Kill the process if it still runs, close the connection, and return its exit code;
