@@ -95,6 +95,11 @@ def test_a_precision_is_that_of_the_weights(
     assert capsys.readouterr().out == "a" + text + "\n"
 
 
+def test_a_precision_that_the_device_lacks_is_refused_by_its_option(run_folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"^precision=tf32 is not possible on cpu .*: fp64, fp32"):
+        run([run_folder, "--device", "cpu", "--precision", "tf32"])
+
+
 def test_several_samples_are_told_apart(
     run_folder: str, model: GPT, capsys: pytest.CaptureFixture[str]
 ) -> None:

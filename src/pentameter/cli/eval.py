@@ -236,7 +236,7 @@ def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Con
     from pentameter.planning.plan import make_plan
 
     device = device_for_verb(parsed.device)
-    precision, _ = choose_precision(parsed.precision, device)
+    precision, _ = choose_precision(parsed.precision, device, key="precision")
     loaded = load_for_verb(parsed.model, device)
     for path, _ in parse_overrides(overrides):
         if not path.startswith("data."):

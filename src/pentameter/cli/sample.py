@@ -78,8 +78,9 @@ class SampleArguments:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where the model runs; auto takes the fastest present."""
     precision: Literal["weights", "auto", Precision] = "weights"
-    """Arithmetic of the matrix products; in bf16 and fp16, weights, keys and values have 16 bits,
-    too. That of the weights is fp32 where a model was published in 16 bits."""
+    """In what matrix products are computed; in bf16 and fp16, weights, keys and values have 16
+    bits, too. `weights` is what the weights were saved in, or fp32 if a model was published in 16
+    bits."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object at the end instead of text."""
 

@@ -50,8 +50,9 @@ class ServeArguments:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where the models run; auto takes the fastest present."""
     precision: Literal["weights", "auto", Precision] = "weights"
-    """Arithmetic of the matrix products; in bf16 and fp16, weights, keys and values have 16 bits,
-    too. That of the weights is fp32 where a model was published in 16 bits."""
+    """In what matrix products are computed; in bf16 and fp16, weights, keys and values have 16
+    bits, too. `weights` is what the weights were saved in, or fp32 if a model was published in 16
+    bits."""
 
 
 def run(arguments: list[str]) -> int:

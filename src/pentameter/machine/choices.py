@@ -80,9 +80,13 @@ def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.
 
 
 def choose_precision(
-    setting: str, device: torch.device, capabilities: Capabilities | None = None
+    setting: str,
+    device: torch.device,
+    capabilities: Capabilities | None = None,
+    *,
+    key: str = "train.precision",
 ) -> tuple[str, str]:
-    """Return (precision, reason): the matmul precision (`bf16`) that `train.precision` = `setting`
+    """Return (precision, reason): the matmul precision (`bf16`) that `setting`, the value of `key`,
     means on `device`, and the reason in words.
 
     `auto` is bf16 if the hardware multiplies it faster than fp32 (AMX or AVX-512 BF16 on a CPU,
@@ -112,7 +116,7 @@ def choose_precision(
         return best, reason
     if setting not in supported:
         raise ConfigError(
-            f"train.precision={setting} is not possible on {device.type} ({reason}); "
+            f"{key}={setting} is not possible on {device.type} ({reason}); "
             f"possible: {', '.join(supported)}, auto"
         )
     note = ""

@@ -85,7 +85,7 @@ def load_model(
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point}
     dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     if precision != "weights":
-        chosen, _ = choose_precision(precision, torch.device(device))
+        chosen, _ = choose_precision(precision, torch.device(device), key="precision")
         dtype = arithmetic(chosen).products
         set_matmul_precision(None, chosen)
     module = source.build_whole(stored.config, dtype, torch.device(device))
