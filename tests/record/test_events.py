@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -61,7 +61,7 @@ def test_what_an_earlier_version_did_not_write_follows_from_the_rest():
             {"event": "checkpoint", "step": 7, "bytes": 8},
         )
     )
-    assert end == replace(RunEnd(7, "SIGTERM", 2.0, EndKind.SIGNAL), time=end.time)
+    assert repr(end) == repr(RunEnd(7, "SIGTERM", 2.0, EndKind.SIGNAL))  # NaN is no NaN's equal
     assert isinstance(evaluation, EvalMetrics)
     assert (evaluation.split, evaluation.loss) == ("val", 1.5)
     assert math.isnan(evaluation.perplexity)

@@ -160,5 +160,6 @@ def test_what_two_writers_left_double_is_read_once(make_run, run_events, run_end
     lines = "".join(json.dumps(event) + "\n" for event in double)
     (folder / "metrics.jsonl").write_text(lines)
     found = read_events(folder)
-    assert [found.of(kind) for kind in kinds] == [once.of(kind) for kind in kinds]
-    assert found.sessions() == once.sessions()
+    # By text, as NaN, the time of these, equals none.
+    assert repr([found.of(kind) for kind in kinds]) == repr([once.of(kind) for kind in kinds])
+    assert repr(found.sessions()) == repr(once.sessions())
