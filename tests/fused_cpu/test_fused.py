@@ -184,21 +184,38 @@ def test_a_large_vocabularys_loss_comes_by_chunks(monkeypatch, kernels, variant)
     assert_fused_equals_plain(ModelConfig(**{**BASE, **VARIANTS[variant]}), 12)
 
 
-@pytest.mark.parametrize("variant", ["nanogpt", "qwen", "experts"])
-def test_micro_batches_share_what_is_folded_of_the_weights(monkeypatch, variant):
+MICRO_BATCHES = pytest.mark.parametrize("variant", ["nanogpt", "qwen", "experts"])
+
+
+def gradients_of_micro_batches(variant, parameters, products, step, micro_batch):
+    """The gradients after three micro-batches within `step`, with matmuls in `products`; each is
+    computed within `micro_batch`, which is told whether more follow."""
     config = ModelConfig(**{**BASE, **VARIANTS[variant]})
     tokens, targets = batch()
     keys = dropout_keys(config, 3, 5, range(len(tokens)))
-    fold, folded = linear._fold, []
-    monkeypatch.setattr(linear, "_fold", lambda *given: folded.append(given) or fold(*given))
+    model = randomised(config, parameters)
+    with plainly(), step:
+        for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+            given = tokens[rows], targets[rows], keys[rows]
+            with micro_batch(rows.stop < len(tokens)):
+                fused_loss_sum(model, *given, products).backward()
+    return [p.grad for p in model.parameters() if p.requires_grad]
+
+
+def counting(monkeypatch, name):
+    """A list that grows by one at each call of a function of `linear`."""
+    function, calls = getattr(linear, name), []
+    monkeypatch.setattr(linear, name, lambda *given: calls.append(given) or function(*given))
+    return calls
+
+
+@MICRO_BATCHES
+def test_micro_batches_share_what_is_folded_of_the_weights(monkeypatch, variant):
+    folded = counting(monkeypatch, "_fold")
     gradients, counts = [], []
     for context in (contextlib.nullcontext(), linear.folding_once()):
-        model = randomised(config, torch.float32)
-        with plainly(), context:
-            for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
-                given = tokens[rows], targets[rows], keys[rows]
-                fused_loss_sum(model, *given, torch.bfloat16).backward()
-        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+        given = torch.float32, torch.bfloat16, context, contextlib.nullcontext
+        gradients.append(gradients_of_micro_batches(variant, *given))
         counts.append(len(folded))
         folded.clear()
     assert counts == [3 * counts[1], counts[1]]
@@ -207,22 +224,13 @@ def test_micro_batches_share_what_is_folded_of_the_weights(monkeypatch, variant)
         assert torch.equal(anew, kept)
 
 
-@pytest.mark.parametrize("variant", ["nanogpt", "qwen", "experts"])
+@MICRO_BATCHES
 def test_micro_batches_gradients_are_unfolded_once(monkeypatch, variant):
-    config = ModelConfig(**{**BASE, **VARIANTS[variant]})
-    tokens, targets = batch()
-    keys = dropout_keys(config, 3, 5, range(len(tokens)))
-    unfold, unfolded = linear._unfold, []
-    monkeypatch.setattr(linear, "_unfold", lambda *given: unfolded.append(given) or unfold(*given))
+    unfolded = counting(monkeypatch, "_unfold")
     gradients, counts = [], []
-    for waits in (False, True):
-        model = randomised(config, torch.float64)
-        with plainly(), linear.folding_once():
-            for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
-                with linear.unfolding_later(waits and rows.stop < len(tokens)):
-                    given = tokens[rows], targets[rows], keys[rows]
-                    fused_loss_sum(model, *given, torch.float64).backward()
-        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+    for micro_batch in (contextlib.nullcontext, linear.unfolding_later):
+        given = torch.float64, torch.float64, linear.folding_once(), micro_batch
+        gradients.append(gradients_of_micro_batches(variant, *given))
         counts.append(len(unfolded))
         unfolded.clear()
     assert counts == [3 * counts[1], counts[1]]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from pentameter.cli.options.arguments import device_for_verb, load_for_verb, parse, print_tables
-from pentameter.config.choices import Precision
+from pentameter.config.choices import LoadedPrecision
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError, remark
 from pentameter.machine.load.idle_threads import IdleThreads
@@ -77,7 +77,7 @@ class SampleArguments:
     """The same seed gives the same texts."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where the model runs; auto takes the fastest present."""
-    precision: Literal["weights", "auto", Precision] = "weights"
+    precision: LoadedPrecision = "weights"
     """In what matrix products are computed; in bf16 and fp16, weights, keys and values have 16
     bits, too. `weights` is what the weights were saved in, or fp32 if a model was published in 16
     bits."""

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from pentameter.cli.options.arguments import check_least, device_for_verb, load_for_verb, parse
-from pentameter.config.choices import Precision
+from pentameter.config.choices import LoadedPrecision
 from pentameter.errors import ConfigError, missing_package, remark
 from pentameter.machine.address import LOOPBACK, api_key_of, bind, check_origin
 from pentameter.machine.load.idle_threads import IdleThreads
@@ -49,7 +49,7 @@ class ServeArguments:
     """On SIGINT or SIGTERM requests that run have this long to end."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where the models run; auto takes the fastest present."""
-    precision: Literal["weights", "auto", Precision] = "weights"
+    precision: LoadedPrecision = "weights"
     """In what matrix products are computed; in bf16 and fp16, weights, keys and values have 16
     bits, too. `weights` is what the weights were saved in, or fp32 if a model was published in 16
     bits."""

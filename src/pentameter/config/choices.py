@@ -33,6 +33,8 @@ def refuse_unknown(value: Never, key: str, reader: str) -> NoReturn:
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 """`train.precision`, once `auto` is resolved."""
+LoadedPrecision = Literal["weights", "auto", Precision]
+"""The precision in which a model is loaded: `weights` keeps that of its weights (`load_model`)."""
 
 
 class NumberFormats(NamedTuple):

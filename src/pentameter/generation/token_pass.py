@@ -378,7 +378,7 @@ class TokenPass:
             copy.copy_(vector)
         for linear, weight in self._of.narrowed:
             least = self._matmul.least(weight)
-            linear.weight, linear.narrow = least.data_ptr(), least is not weight
+            linear.weight, linear.narrow = least.data_ptr(), least.dtype is torch.bfloat16
         self._versions = self._count_changes()
 
     def _count_changes(self) -> float:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.folders.opening import Check, Checkpoint, check_content, find_model
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor, check_weights, copy_region
-from pentameter.config.choices import Precision
+from pentameter.config.choices import LoadedPrecision
 from pentameter.config.schema import Config, LoraConfig
 from pentameter.config.urls import given_path
 from pentameter.errors import ConfigError, PentameterError
@@ -53,7 +53,7 @@ def load_model(
     *,
     model: Build | ModelSource | None = None,
     device: torch.device | str = "cpu",
-    precision: Literal["weights", "auto", Precision] = "weights",
+    precision: LoadedPrecision = "weights",
     warnings: list[str] | None = None,
 ) -> LoadedModel:
     """Load the model in `path` as a whole, in evaluation mode, on `device`. `path` is a run folder

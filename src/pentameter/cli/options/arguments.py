@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import tyro
 
+from pentameter.config.choices import LoadedPrecision
 from pentameter.config.files.overrides import split_overrides
 from pentameter.config.urls import given_path
 from pentameter.errors import ConfigError, either, listed, nearest, printable, remark
@@ -294,7 +295,9 @@ def device_for_verb(name: str) -> torch.device:
     return device
 
 
-def load_for_verb(path: Path, device: torch.device, precision: Any = "weights") -> LoadedModel:
+def load_for_verb(
+    path: Path, device: torch.device, precision: LoadedPrecision = "weights"
+) -> LoadedModel:
     """Load the model in a run, checkpoint or Hugging Face folder onto `device`, its weights in
     `precision` (`load_model`); print warnings on stderr."""
     with importing():
