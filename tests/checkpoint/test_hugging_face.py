@@ -340,3 +340,14 @@ def test_generation_there_knows_how_far_and_how(tmp_path, temperature, drawn):
     said = json.loads((tmp_path / "hf/generation_config.json").read_text())
     keys = ("do_sample", "temperature", "top_k", "top_p")
     assert {key: said[key] for key in keys if key in said} == drawn
+
+
+def test_generation_there_begins_as_the_model_learned_and_so_does_what_comes_back(tmp_path):
+    saved(tmp_path / "run", configuration())
+    stored = open_model(tmp_path / "run")
+    newline = int(BPE.encode("\n")[0])
+    stored.tokenizer.opening = (newline,)
+    export_hf(stored, tmp_path / "hf")
+    assert open_there(tmp_path / "hf").generation_config.bos_token_id == newline
+    back = open_model(tmp_path / "hf").tokenizer
+    assert (tuple(back.opening), back.end_of_text) == ((newline,), BPE.end_of_text)

@@ -12,8 +12,10 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.prepare import preparation
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.evaluate.split import evaluation_batches
+from pentameter.generation.prompts import encode_prompt
 
 
 @pytest.fixture(autouse=True)
@@ -304,3 +306,42 @@ def test_prepared_shards_have_no_encoding(text_file, cache, key, value):
     shards = str(next(cache.iterdir()))
     with pytest.raises(ConfigError, match=rf"data\.{key}='{value}' cannot change prepared shards"):
         open_dataset(DataConfig(path=shards, **{key: value}))
+
+
+def many_texts(folder, n_documents, line):
+    folder.mkdir()
+    for number in range(n_documents):
+        (folder / f"{number:03}.txt").write_text(f"{number} {line}" * 20)
+    return DataConfig(path=str(folder), tokenizer="bpe:300", validation_fraction=0.05)
+
+
+def test_an_empty_prompt_becomes_what_the_text_teaches(tmp_path):
+    documents = open_dataset(many_texts(tmp_path / "many", 120, "né à Paris\n")).tokenizer
+    assert documents.opening == ()
+    assert encode_prompt(documents, "").tolist() == [documents.end_of_text]
+
+    lines = open_dataset(many_texts(tmp_path / "few", 3, "né à Paris\n")).tokenizer
+    assert encode_prompt(lines, "").tolist() == lines.encode("\n").tolist()
+    assert encode_prompt(lines, "é").tolist() == lines.encode("é").tolist()
+
+    dna = open_dataset(many_texts(tmp_path / "dna", 3, "GATTACA" * 20)).tokenizer
+    assert "GATTACA" in dna.decode(encode_prompt(dna, ""))
+
+
+def test_what_an_empty_prompt_becomes_is_kept_with_the_tokenizer(tmp_path):
+    tokenizer = open_dataset(many_texts(tmp_path / "few", 3, "né à Paris\n")).tokenizer
+    tokenizer.save(tmp_path / "tokenizer.json")
+    kept = load_tokenizer(tmp_path / "tokenizer.json")
+    assert kept.opening == tuple(tokenizer.opening) != ()
+    assert kept.hash == tokenizer.hash
+
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "wrong.json").write_text(json.dumps({**whole, "opening": [kept.vocab_size]}))
+    with pytest.raises(CorruptError, match='"opening" is not a list of token ids'):
+        load_tokenizer(tmp_path / "wrong.json")
+
+
+def test_a_prefix_stays_before_an_empty_prompt(tmp_path):
+    tokenizer = open_dataset(many_texts(tmp_path / "few", 3, "né à Paris\n")).tokenizer
+    tokenizer.prefix = (5,)
+    assert encode_prompt(tokenizer, "").tolist() == [5, *tokenizer.encode("\n")]

@@ -50,7 +50,8 @@ class SampleArguments:
     folder."""
     prompt: str = ""
     """The text to continue. Without one it starts after the token with which the tokenizer begins
-    texts, else after <|endoftext|> where it has it, else after a newline; none is printed."""
+    texts, else after <|endoftext|> where it has it; else, and where the model was trained on too
+    few documents to learn what these begin, after a newline; none is printed."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Read the prompt from this UTF-8 file instead."""
     chat: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -181,8 +181,9 @@ class TrainConfig(Section):
     """The temperature at which samples are drawn, each step's by other random numbers; 0 takes the
     likeliest tokens. In conversations the likeliest answer stands above the drawn one."""
     sample_prompt: str = ""
-    """Text that samples continue; a newline when empty. In conversations a user's message; the
-    first question that is held out when empty."""
+    """Text that samples continue; when empty, `<|endoftext|>`, or a newline where the text has too
+    few documents to learn what that begins. In conversations a user's message; the first question
+    that is held out when empty."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pentameter.config.choices import FILE_DEFAULTS, TEMPLATE_DATE
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import shown_path
@@ -22,7 +24,13 @@ from pentameter.data.prepare.from_text import TextPreparation
 from pentameter.data.prepare.preparation import Preparation
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import Progress, no_progress
-from pentameter.data.shards.dataset import Dataset, TokenSplit, concatenated, open_shards
+from pentameter.data.shards.dataset import (
+    Dataset,
+    TokenSplit,
+    concatenated,
+    first_tokens,
+    open_shards,
+)
 from pentameter.data.shards.format import SPLITS, find_header
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import chosen_chat_template
@@ -39,6 +47,12 @@ from pentameter.errors import ConfigError
 NOT_OF_SHARDS = {"chat_template": None, "template_date": TEMPLATE_DATE, **FILE_DEFAULTS}
 """Keys in `[data]`, with their defaults, that decide how text files are read. With prepared shards
 any other value is refused, or ignored among several `data.sources`."""
+_SEEN_TOKENS = 2**20
+"""First training tokens that are counted, to see whether a model learns what a newline is."""
+_LEAST_DOCUMENTS, _TIMES_APART = 100, 4
+"""A model learns how documents begin from so many, if they are at most so many times as far apart
+as the average token's occurrences are. With a hundred documents in 442,090 tokens of 2,048 kinds,
+1.1 times as far, it wrote text after an end of text; with ten, noise."""
 
 
 @telling_of_the_cache()
@@ -83,7 +97,34 @@ def open_dataset(
             )
         opened.append(dataset)
         tokenizer = dataset.tokenizer
-    return joined_sources(data, opened) if sections else opened[0]
+    found = joined_sources(data, opened) if sections else opened[0]
+    found.tokenizer.opening = _opening(found)
+    return found
+
+
+def _opening(dataset: Dataset) -> Sequence[int]:
+    """Return the ids that an empty prompt becomes for a model that learns from a data set. A token
+    that it hardly ever reads, such as the end of a text that is one document, would have it go on
+    with others of that kind, which are noise.
+
+    There are none if it learns how documents begin. Else they are a newline, and where the text has
+    too few, its commonest token."""
+    tokenizer, split = dataset.tokenizer, dataset.split("train")
+    first = first_tokens(split, _SEEN_TOKENS)
+    whole = first if split.beginning else split  # of a stream, the rest is not known yet
+    apart = _TIMES_APART * tokenizer.vocab_size
+    n_documents = len(whole.document_starts)
+    if n_documents >= _LEAST_DOCUMENTS and whole.n_tokens <= n_documents * apart:
+        return ()
+    if not first.n_tokens:
+        return ()
+    counts = np.bincount(first.tokens[:], minlength=tokenizer.vocab_size)
+    try:
+        newline = tokenizer.encode("\n").tolist()
+    except ConfigError:  # a character that the text does not have
+        newline = []
+    is_learned = len(newline) > 0 and first.n_tokens <= int(counts[newline].min()) * apart
+    return newline if is_learned else [int(counts.argmax())]
 
 
 @dataclass(frozen=True)

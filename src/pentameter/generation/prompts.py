@@ -61,11 +61,15 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
     """Return the prompt's token ids (n,), n ≥ 1.
 
     It begins as a document does, with the tokenizer's prefix. A prompt without any token (empty, or
-    without words) becomes the end of text, which precedes texts in training. If the tokenizer has
-    none, it becomes a newline, or token 0 if that cannot be encoded. Raises ConfigError for a
-    prompt that the tokenizer cannot encode.
+    without words) becomes the tokenizer's opening. Without one, it becomes the prefix, else the end
+    of text, which precedes texts in training. If the tokenizer has none, it becomes a newline, or
+    token 0 if that cannot be encoded. Raises ConfigError for a prompt that the tokenizer cannot
+    encode.
     """
-    if len(ids := tokenizer.encode_document(prompt)):
+    ids = tokenizer.encode_document(prompt)
+    if len(ids) == len(tokenizer.prefix):
+        ids = np.array([*tokenizer.prefix, *tokenizer.opening], dtype=np.int64)
+    if len(ids):
         return ids
     if tokenizer.end_of_text is not None:
         return np.array([tokenizer.end_of_text], dtype=np.int64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -143,13 +143,17 @@ def generation_config(
     config.json's `token_ids`, the most tokens of a text (`context_length`) and the temperature at
     which the run drew its samples, if that is not 1 (0: the likeliest token is taken).
 
-    `eos_token_id` also gets the tokens that end an answer in the chat template. If the tokenizer
-    was published with that template, they are added to the published ids, unless all special tokens
-    end answers, as then the published ids know better. In any other case they replace the ids.
+    `bos_token_id`, from which `generate` begins a text without a prompt, is the tokenizer's opening
+    if it has one. `eos_token_id` also gets the tokens that end an answer in the chat template. If
+    the tokenizer was published with that template, they are added to the published ids, unless all
+    special tokens end answers, as then the published ids know better. In any other case they
+    replace the ids.
     """
     published, is_same = tokenizer.published.get(GENERATION), has_published_chat(tokenizer)
     ids = {key: token_ids[key] for key in ("bos_token_id", "eos_token_id") if key in token_ids}
     if published is None:
+        if tokenizer.opening:
+            ids["bos_token_id"] = tokenizer.opening[-1]
         content = _new_generation(ids, context_length, temperature)
     else:
         content = json.loads(published)
@@ -218,7 +222,19 @@ def read_tokenizer(
     if config:
         ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
         tokenizer.published[CONFIG] = json.dumps(ids)
+    tokenizer.opening = _opening(tokenizer)
     return tokenizer
+
+
+def _opening(tokenizer: Tokenizer) -> Sequence[int]:
+    """Return the opening that `generation_config` wrote: a `bos_token_id` that is text; empty if
+    there is none."""
+    begins: Any = None
+    with suppress(ValueError, AttributeError):  # a damaged file, which only advises
+        begins = json.loads(tokenizer.published.get(GENERATION, "{}")).get("bos_token_id")
+    marks = {*tokenizer.added_ids, *tokenizer.prefix, tokenizer.end_of_text}
+    is_text = type(begins) is int and 0 <= begins < tokenizer.vocab_size and begins not in marks
+    return (begins,) if is_text else ()
 
 
 def _tokenizer_json(

@@ -49,6 +49,9 @@ class Tokenizer(ABC):
     prefix: Sequence[int] = ()
     """The ids put before each document, and before a prompt, such as the beginning of a sequence in
     Llama's kind; `encode` adds none."""
+    opening: Sequence[int] = ()
+    """The ids that an empty prompt becomes, after `prefix`, for a model whose training text has too
+    few documents to learn how one begins; empty where it learns that. They change no id."""
     chat: ChatTemplate | None = None
     """The chat template that renders messages, if one came with the tokenizer; it changes no id."""
     published: Mapping[str, str] = MappingProxyType({})
@@ -171,6 +174,8 @@ class Tokenizer(ABC):
     def to_bytes(self) -> bytes:
         """Return the content of the tokenizer's JSON file: ASCII, the same on every machine."""
         content = {**self._content(), "sha256": self.hash}
+        if self.opening:
+            content["opening"] = list(self.opening)
         if self.chat is not None:
             content["chat"] = self.chat.to_json()
         if self.published:
@@ -183,7 +188,7 @@ class Tokenizer(ABC):
             Path(path).write_bytes(self.to_bytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle everything that decides the ids; the chat template is lost."""
+        """Pickle everything that decides the ids; chat template and opening are lost."""
         content = json.loads(json.dumps(self._content()))
         return type(self).from_content, (content,), {"prefix": self.prefix}
 

@@ -202,14 +202,19 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def _read_optional(tokenizer: Tokenizer, content: Content) -> None:
-    """Set the prefix and the published files that a tokenizer file's parsed JSON has, if it has
-    any; CorruptError if they are invalid."""
-    prefix, published = content.get("prefix", []), content.get("published", {})
-    is_prefix = isinstance(prefix, list) and all(
-        type(each) is int and 0 <= each < tokenizer.vocab_size for each in prefix
-    )
-    if not is_prefix:
-        raise CorruptError(f'"prefix" is not a list of token ids: {prefix!r:.80}')
+    """Set the prefix, the opening and the published files that a tokenizer file's parsed JSON has,
+    if it has any; CorruptError if they are invalid."""
+    published = content.get("published", {})
     if not isinstance(published, dict) or not all(isinstance(t, str) for t in published.values()):
         raise CorruptError(f'"published" is not texts by name: {published!r:.80}')
-    tokenizer.prefix, tokenizer.published = tuple(prefix), published
+    tokenizer.published = published
+    tokenizer.prefix = _read_ids(content, "prefix", tokenizer.vocab_size)
+    tokenizer.opening = _read_ids(content, "opening", tokenizer.vocab_size)
+
+
+def _read_ids(content: Content, key: str, vocab_size: int) -> tuple[int, ...]:
+    """Return the token ids at `key`, none if it is absent; CorruptError for anything else."""
+    ids = content.get(key, [])
+    if isinstance(ids, list) and all(type(each) is int and 0 <= each < vocab_size for each in ids):
+        return tuple(ids)
+    raise CorruptError(f'"{key}" is not a list of token ids: {ids!r:.80}')
