@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.cli.main import main
+from pentameter.cli.train import words_of_program
 from pentameter.config.files.command_source import is_text
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 40
@@ -190,13 +191,28 @@ def test_what_is_neither_is_refused_with_what_was_meant(folder, capsys):
 def test_every_command_printed_at_the_end_works(capsys, settings):
     assert main(["train", *settings, *TINY]) == 0
     said = capsys.readouterr().out.partition("\nnext:\n")[2].partition("\n\n")[0]
+    program = words_of_program()
     commands = [shlex.split(line) for line in said.splitlines()]
-    assert {words[3] for words in commands} >= {"sample", "doctor"}
-    assert ("serve" in {words[3] for words in commands}) == (find_spec("uvicorn") is not None)
-    for words in commands:
-        assert words[:3] == [sys.executable, "-m", "pentameter"]
-        if words[3] == "sample":  # as many tokens as the model sees at once, 500 at most
-            assert words[words.index("--max-new-tokens") + 1] == "16"
-        # `doctor` measures this machine, for seconds, and knows no run; `serve` does not end.
-        if words[3] not in ("doctor", "serve"):
-            assert main(words[3:]) == 0, words
+    assert all(words[: len(program)] == program for words in commands)
+    asked = {words[len(program)]: words[len(program) :] for words in commands}
+    assert asked.keys() >= {"sample", "doctor"}
+    assert ("serve" in asked) == (find_spec("uvicorn") is not None)
+    sample = asked["sample"]  # as many tokens as the model sees at once, 500 at most
+    assert sample[sample.index("--max-new-tokens") + 1] == "16"
+    # `doctor` measures this machine, for seconds, and knows no run; `serve` does not end.
+    for verb in asked.keys() - {"doctor", "serve"}:
+        assert main(asked[verb]) == 0, asked[verb]
+
+
+def test_the_program_is_named_as_it_can_be_called(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "__main__.py"), "train"])  # of a launch
+    assert words_of_program() == [str(tmp_path / "python3"), "-m", "pentameter"]
+    script = tmp_path / "pentameter"
+    script.write_text("")
+    assert words_of_program() == [str(script)]
+    elsewhere = tmp_path / "elsewhere" / "pentameter"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text("")
+    monkeypatch.setattr(sys, "argv", [str(elsewhere), "train"])
+    assert words_of_program() == [str(elsewhere)]

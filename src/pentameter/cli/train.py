@@ -435,6 +435,15 @@ def _prompt_options(run: TrainingRun) -> str:
     return f"{' --chat' if is_chat else ''}{asked}"
 
 
+def words_of_program() -> list[str]:
+    """Return the words that start this program again: the script by which it was called, or the one
+    beside its Python, as the processes of a launch are called otherwise; the module without one."""
+    script = Path(sys.argv[0])
+    if script.name != "pentameter":
+        script = Path(sys.executable).with_name("pentameter")
+    return [str(script)] if script.is_file() else [sys.executable, "-m", "pentameter"]
+
+
 def _print_next_steps(run: TrainingRun) -> None:
     """Write the report, and print commands for this run that can be pasted."""
     from pentameter.report.pages.page import write_report
@@ -443,9 +452,7 @@ def _print_next_steps(run: TrainingRun) -> None:
         report = f"report: {write_report(run.run_dir)}"
     except StorageError as error:  # the run is complete and saved all the same
         report = f"warning: no report: {error}"
-    called = Path(sys.argv[0])
-    is_script = called.name == "pentameter"
-    command = shlex.join([str(called)] if is_script else [sys.executable, "-m", "pentameter"])
+    command = shlex.join(words_of_program())
     folder = shlex.quote(str(run.run_dir))
     n_tokens = min(500, run.config.model.context_length)  # beyond it the beginning is forgotten
     lines = [f"{command} sample {folder}{_prompt_options(run)} --max-new-tokens {n_tokens}"]
