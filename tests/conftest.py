@@ -47,6 +47,13 @@ MORE = frozenset(Path(__file__).with_name("more.txt").read_text(encoding="utf-8"
 """Tests of the tier `more`, which CI runs beside `make test`: path::name, without parameters."""
 
 
+def pytest_configure() -> None:
+    """Fill what memory is handed out without values."""
+    from unset_memory import fill_unset_memory  # it imports torch: Triton's form is chosen by now
+
+    fill_unset_memory()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of the tier `more`, and put the longest folders first: of two workers neither

@@ -302,6 +302,16 @@ class Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_a_new_models_routers_have_counted_nothing_and_its_losses_count_once():
+    """Though its memory comes without values (`tests/kit/unset_memory.py`)."""
+    model = build_model(ModelConfig(**BASE, balance="batch"), 0)
+    for module in model.modules():
+        if isinstance(module, Router):
+            assert not module.counts.any()
+            assert not module.logit_sums.any()
+            assert (module.auxiliary_loss.factor, module.auxiliary_loss.total) == (1, 0)
+
+
 def test_functions_that_move_rows_write_nothing_in_place() -> None:
     x, order = torch.randn(4, 3, requires_grad=True), torch.randperm(8)
     with Writes() as writes:

@@ -93,6 +93,11 @@ class Router(nn.Module):
         """Sums over the same tokens, float32 (2,): the squared log-sum-exp of a token's logits, and
         its squared logits."""
 
+    def start_step(self) -> None:
+        """Zero what was counted."""
+        self.counts.zero_()
+        self.logit_sums.zero_()
+
     def forward(self, x: Tensor, numbers: Numbers = choice_numbers) -> Routing:
         """Choose experts for the tokens in x (B, T, D), and return the Routing: which experts each
         token goes to, with which weights. `numbers` is passed on to `route`; it counts the earlier

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D d_model, H heads, K head size, V vocabulary (padded
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from pentameter.model.attention.attention import Attention
 from pentameter.model.attention.cache import Cache, KVCache
 from pentameter.model.attention.latent_attention import LatentAttention
 from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout
-from pentameter.model.experts import Experts
+from pentameter.model.experts import Experts, Router
 from pentameter.model.feed_forward import MLP
 from pentameter.model.initial import initialize
-from pentameter.model.loss import HeadLoss, softcapped
+from pentameter.model.loss import AuxiliaryLoss, HeadLoss, softcapped
 from pentameter.model.matmul import PLAIN, Matmul
 from pentameter.model.positions import Positions, rotations, sinusoidal_positions
 from pentameter.planning.gpt import layer_range, norm_names, sub_layers
@@ -108,6 +108,17 @@ class GPT(nn.Module):
     def layers(self) -> tuple[int, int]:
         """The slice's layers: (first_layer, last_layer), the last one excluded."""
         return self.first_layer, self.last_layer
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """Give parameters memory on `device`, uninitialized, and buffers their first values, which
+        PyTorch leaves out: an auxiliary loss would be multiplied by what was in memory."""
+        super().to_empty(device=device, recurse=recurse)
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.start_step()
+            elif isinstance(module, AuxiliaryLoss):
+                module.start_step(1.0)
+        return self
 
     def forward(
         self,

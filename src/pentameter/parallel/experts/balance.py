@@ -74,8 +74,7 @@ class ExpertLoads:
     def start_step(self) -> None:
         """Zero what every layer has counted."""
         for experts in self._experts.values():
-            experts.router.counts.zero_()
-            experts.router.logit_sums.zero_()
+            experts.router.start_step()
             experts.exchange.sent_bytes = 0
 
     @torch.no_grad()
