@@ -187,7 +187,7 @@ class PythonChild(Child):
         """Send `request` (any picklable object) to the child, wait, and return its answer. Raises
         the PentameterError that the child raised, or ChildEndedError if it ended."""
         with self._end_raised():
-            self.connection.send(request)
+            _send(self.connection, request)
             answer = self.connection.recv()
         if isinstance(answer, PentameterError):
             raise answer
@@ -200,9 +200,7 @@ class PythonChild(Child):
         except (EOFError, OSError) as error:
             with suppress(subprocess.TimeoutExpired):  # it may still be on its way out
                 self.process.wait(_LEAVING_SECONDS)
-            # The frames where it was raised hold the request's pickle, of whose end in a cycle of
-            # references Python 3.13 complains.
-            raise ChildEndedError(self.close()) from error.with_traceback(None)
+            raise ChildEndedError(self.close()) from error
 
     def close(self) -> int:
         """Kill the process if it still runs, close the connection, and return its exit code;
@@ -244,7 +242,7 @@ class ForkServer(PythonChild):
         ours, theirs = Pipe()
         with theirs, self._end_raised():
             descriptors = [theirs.fileno(), *([] if output is None else [output])]
-            self.connection.send((function, len(descriptors)))
+            _send(self.connection, (function, len(descriptors)))
             for descriptor in descriptors:
                 send_handle(self.connection, descriptor, self.pid)
             return Forked(self.connection.recv(), ours)
@@ -461,6 +459,14 @@ def _answer(connection: Connection, answer: Callable[[Any], Any]) -> None:
             result = error
         connection.send(result)
         del request, result  # they may be large, and the next request may take its time
+
+
+def _send(connection: Connection, value: Any) -> None:
+    """Send a picklable value as `Connection.send` does, but not from a view of a buffer: the frames
+    of an error hold it, and Python complains from 3.13 on when a cycle of references ends in it."""
+    import pickle  # `--help` would feel it
+
+    connection.send_bytes(pickle.dumps(value))
 
 
 def _requests(connection: Connection) -> Iterator[Any]:
