@@ -27,7 +27,7 @@ VARIANTS = {
     },
     "experts": {
         **{"n_experts": 4, "experts_per_token": 2, "d_expert": 32, "dense_layers": 1},
-        **{"activation": "swiglu", "bias": False, "qkv_bias": False},
+        **{"activation": "swiglu", "bias": False, "qkv_bias": False, "balance": "bias"},
     },
 }
 

@@ -156,12 +156,12 @@ def _wrong(name: native.Name, part: _Part) -> str | None:
 
 
 def _results(part: _Part) -> list[Tensor]:
-    """Return a part's outputs, and the gradients of its inputs and of all parameters that it
-    reads."""
+    """Return a part's outputs, and the gradients of its inputs and of all parameters that it reads
+    and that are trained; a bias that balances a router is not."""
     for module in part.modules:
         module.train(part.training)
     inputs = [x.detach().requires_grad_() for x in part.inputs]
-    parameters = [p for module in part.modules for p in module.parameters()]
+    parameters = [p for module in part.modules for p in module.parameters() if p.requires_grad]
     outputs = part.function(*inputs)
     generator = torch.Generator().manual_seed(1)
     g = [torch.empty_like(y).normal_(generator=generator) for y in outputs]
