@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+
+from scripted import byte_tokenizer, model_that_says
+
 from pentameter.checkpoint.folders.model_folder import StoredModel, save_model
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.format.save_phases import Contents
@@ -21,8 +25,9 @@ from pentameter.cli.sample import run
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.files.write import to_toml
 from pentameter.config.schema import Config, ModelConfig, TrainConfig
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.chat import ChatTemplate
+from pentameter.data.tokenizers.chat import CHATML_TEMPLATE, ChatTemplate
 from pentameter.errors import ConfigError
 from pentameter.generation.detokenizer import Detokenizer
 from pentameter.generation.loop import generate
@@ -52,18 +57,7 @@ def model() -> GPT:
 @pytest.fixture(scope="module")
 def run_folder(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("run")
-    store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="h")
-    store.save(
-        Contents(
-            7,
-            {"model": model_state(model)},
-            {"step": 7},
-            {
-                "config.toml": to_toml(CONFIG).encode(),
-                "tokenizer.json": TOKENIZER.to_bytes(),
-            },
-        )
-    )
+    save(folder, CONFIG, model, TOKENIZER)
     return str(folder)
 
 
@@ -257,19 +251,15 @@ def save_talker(folder: Path, model: GPT) -> CharTokenizer:
     tokenizer.chat = ChatTemplate(
         "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}a"
     )
-    store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="h")
-    store.save(
-        Contents(
-            7,
-            {"model": model_state(model)},
-            {"step": 7},
-            {
-                "config.toml": to_toml(CONFIG).encode(),
-                "tokenizer.json": tokenizer.to_bytes(),
-            },
-        )
-    )
+    save(folder, CONFIG, model, tokenizer)
     return tokenizer
+
+
+def save(folder: Path, config: Config, model: GPT, tokenizer: Tokenizer) -> None:
+    """Write a run folder with one checkpoint."""
+    files = {"config.toml": to_toml(config).encode(), "tokenizer.json": tokenizer.to_bytes()}
+    store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="h")
+    store.save(Contents(7, {"model": model_state(model)}, {"step": 7}, files))
 
 
 @pytest.mark.parametrize("system", ["", "abc"])
@@ -292,6 +282,27 @@ def test_an_answer_sees_the_conversation(
         expected.append(answer)
         asked += f"{answer}\n"
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in expected) + "\n"
+
+
+def test_an_answer_ends_at_a_text_where_the_tokenizer_lacks_the_template_s_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = byte_tokenizer(CHATML_TEMPLATE, has_special=False)
+    asked = "<|im_start|>user\nbad<|im_end|>\n<|im_start|>assistant\n"
+    longer = f"{asked}abc.<|im_end|>\n{asked}"  # the mark stands there once
+    said = {len(asked): "abc.<|im_end|>\nabc", len(longer): "<|no<|im_end|>\n"}
+    script = {n_before: tokenizer.encode(text).tolist() for n_before, text in said.items()}
+    talking = model_that_says(script, tokenizer)
+    save(tmp_path, CONFIG.model_copy(update={"model": talking.config}), talking, tokenizer)
+    command = [str(tmp_path), "--chat", "--temperature", "0", "--max-new-tokens", "19"]
+    run([*command, "--prompt", "bad"])
+    assert capsys.readouterr().out == "abc.\n"
+    run([*command, "--prompt", "bad", "--json"])
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]
+    assert (sample["text"], sample["tokens"]) == ("abc.", len("abc.<|im_end|>"))
+    typed(monkeypatch, "bad", "bad")
+    run(command)
+    assert capsys.readouterr().out == "abc.\n<|no\n\n"
 
 
 def test_a_system_message_comes_before_the_prompt(

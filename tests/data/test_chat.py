@@ -112,4 +112,25 @@ PLAIN = EACH + "{{ m.role }}: {{ m.content }}\n{% endfor %}"
 def test_an_answer_ends_where_the_template_ends_one(source, ends):
     tokenizer = BpeTokenizer([*BYTE_CHARACTERS, *MARKS], [])
     tokenizer.chat = None if source is None else ChatTemplate(source)
-    assert ends_of_answers(tokenizer) == ends
+    assert ends_of_answers(tokenizer) == (ends, ())
+
+
+TURNS = EACH + "{% if m.role == 'user' %}Q: {% endif %}{{ m.content }} \n</turn>\n\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        (CHATML_TEMPLATE, ("<|im_end|>",)),
+        (SPOKEN, ("<|im_end|>",)),
+        (TURNS, ("</turn>",)),
+        (PLAIN, ()),  # white space alone
+        (PLAIN + "<bot>", ()),  # which asks for an answer, and ends none
+        ("{{ raise_exception('three messages') }}", ()),
+        (None, ()),
+    ],
+)
+def test_an_answer_ends_at_a_text_where_the_tokenizer_lacks_the_template_s_tokens(source, texts):
+    tokenizer = BpeTokenizer([*BYTE_CHARACTERS, MARKS[0]], [])
+    tokenizer.chat = None if source is None else ChatTemplate(source)
+    assert ends_of_answers(tokenizer) == ({256}, texts)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+
+from scripted import byte_tokenizer, model_that_says
 
 from pentameter.config.schema import ModelConfig
 from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.chat import CHATML_TEMPLATE
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError
-from pentameter.generation.loop import generate
-from pentameter.generation.prompts import encode_prompt
+from pentameter.generation.loop import Generation, generate, sample_text
+from pentameter.generation.prompts import encode_prompt, question_prompt
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import initialize
 
@@ -71,3 +79,20 @@ def test_a_sample_goes_on_behind_an_end_of_text() -> None:
     within = [text for text in texts if "<|endoftext|>" in text]
     assert within
     assert any(not text.endswith("<|endoftext|>") for text in within)
+
+
+@pytest.mark.parametrize("has_special", [True, False])
+def test_a_sample_of_a_run_ends_where_its_answer_does(has_special: bool) -> None:
+    tokenizer = byte_tokenizer(CHATML_TEMPLATE, has_special=has_special)
+    split: Any = None  # which an empty message would be taken from
+    prompt = question_prompt(tokenizer, split, "bad", "2024-07-26")
+    assert prompt is not None
+    answer = [[("abc.<|im_end|>\nabc", False)]]
+    ((ids, _),) = tokenizer.encode_segments(answer, is_rendered=True)
+    model = model_that_says({len(prompt.ids): ids.tolist()}, tokenizer)
+    plan = SimpleNamespace(config=SimpleNamespace(model=model.config))
+    world = SimpleNamespace(is_main=True)
+    engine: Any = SimpleNamespace(model=model, plan=plan, world=world, is_whole=True)
+    settings = Generation(temperature=0.0, max_new_tokens=len(ids))
+    found = sample_text(engine, tokenizer, prompt, settings, 0)
+    assert found == "<|im_start|>user\nbad<|im_end|>\n<|im_start|>assistant\nabc."

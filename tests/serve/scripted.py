@@ -32,10 +32,11 @@ TEMPLATE = (
 """A chat template that shows tools, writes calls as Hermes does, and may think."""
 
 
-def byte_tokenizer(template: str) -> BpeTokenizer:
-    """A token for each byte, and for each special token `<|NAME|>` in the template."""
+def byte_tokenizer(template: str, *, has_special: bool = True) -> BpeTokenizer:
+    """A token for each byte and, with `has_special`, for each special token `<|NAME|>` in the
+    template."""
     chat = ChatTemplate(template)
-    tokenizer = BpeTokenizer([*BYTE_CHARACTERS, *chat.special_texts], [])
+    tokenizer = BpeTokenizer([*BYTE_CHARACTERS, *(chat.special_texts if has_special else [])], [])
     tokenizer.chat = chat
     return tokenizer
 
@@ -69,10 +70,12 @@ def model_that_says(script: Mapping[int, Sequence[int]], tokenizer: Tokenizer) -
 
 
 class Speaker:
-    """A served model that says given answers to given conversations."""
+    """A served model that says given answers to given conversations. Its tokenizer has the special
+    tokens in the template if `has_special`."""
 
-    def __init__(self, name: str, template: str) -> None:
-        self.name, self.tokenizer = name, byte_tokenizer(template)
+    def __init__(self, name: str, template: str, *, has_special: bool = True) -> None:
+        self.name = name
+        self.tokenizer = byte_tokenizer(template, has_special=has_special)
         self.script: dict[int, Sequence[int]] = {}
         self.served = self._served()
 

@@ -41,7 +41,11 @@ def test_a_run_packs_conversations_and_says_what_it_learns(data, tmp_path):
     log = (tmp_path / "run" / "log.txt").read_text()
     n_learnt = round(trainer.batches.target_fraction * trainer.plan.total_tokens)
     assert f"learns  {n_learnt:,} loss tokens of these" in log
-    assert "answers are learnt without a token that ends them, as the tokenizer (char)" in log
+    assert (
+        "answers are learnt without a token that ends them, as the tokenizer (char) has none: "
+        "they end at the text '<|im_end|>', which messages can forge and exports lack; "
+        "data.tokenizer='bpe:1024'"
+    ) in log
     assert "data.order='documents', data.packing=true" in log
     sample = (tmp_path / "run" / "samples" / "step-00000004.txt").read_text()
     question = f"<|im_start|>user\n{'ab' * 28}<|im_end|>\n<|im_start|>assistant\n"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pentameter.checkpoint.folders.load_model import LoadedModel
+    from pentameter.data.tokenizers.base import Ends
     from pentameter.generation.detokenizer import Detokenizer
     from pentameter.generation.loop import Generation
 
@@ -56,7 +57,7 @@ class SampleArguments:
     """Read the prompt from this UTF-8 file instead."""
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
     """Take the prompt as a user's message, in the chat template of the model's tokenizer; the
-    answer ends at the token with which the template ends one, or at the end of text."""
+    answer ends at the token, or text, with which the template ends one, or at the end of text."""
     system: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
     """With --chat: the system message before the conversation, where its template has one."""
     experts: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -91,6 +92,7 @@ def run(arguments: list[str]) -> int:
     code 0."""
     asked = parse(SampleArguments, arguments, verb="sample")
     prompt = _prompt(asked)
+    from pentameter.data.tokenizers.base import NO_ENDS
     from pentameter.data.tokenizers.render_client import ends_of_answers
     from pentameter.generation.loop import Generation
     from pentameter.generation.prompts import encode_chat, encode_prompt
@@ -115,7 +117,7 @@ def run(arguments: list[str]) -> int:
     if asked.experts:
         _print_expert_choices(loaded, prompt, as_json=asked.json)
         return 0
-    ends = ends_of_answers(loaded.tokenizer) if asked.chat else frozenset[int]()
+    ends = ends_of_answers(loaded.tokenizer) if asked.chat else NO_ENDS
     with IdleThreads():
         if _is_loop(asked):
             _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat, system=asked.system)
@@ -185,15 +187,15 @@ def _sampled(
     loaded: LoadedModel,
     prompt_ids: np.ndarray,
     settings: Generation,
-    ends: frozenset[int],
+    ends: Ends,
     *,
     continues: bool,
 ) -> tuple[Iterator[np.ndarray], list[Detokenizer]]:
     """Start sampling. Return an iterator over each step's tokens (B,), for B samples, and a
     detokenizer for each sample. The iterator ends once all samples have ended.
 
-    ends: token ids that end a sample. continues: True if texts are printed after the prompt, so
-    that a space that separates words is kept.
+    ends: what ends a sample. continues: True if texts are printed after the prompt, so that a space
+    that separates words is kept.
     """
     from pentameter.generation.detokenizer import Detokenizer
     from pentameter.generation.loop import sampled_tokens
@@ -206,10 +208,10 @@ def _sampled(
 
 
 def _ask_for_prompts(
-    loaded: LoadedModel, settings: Generation, ends: frozenset[int], *, is_chat: bool, system: str
+    loaded: LoadedModel, settings: Generation, ends: Ends, *, is_chat: bool, system: str
 ) -> None:
-    """Read prompts, a line each, until the input ends, and print the model's continuation, up to a
-    token in `ends`. If `is_chat`, print its answer to the conversation so far, which begins with
+    """Read prompts, a line each, until the input ends, and print the model's continuation, up to
+    what `ends` names. If `is_chat`, print its answer to the conversation so far, which begins with
     the message `system` unless that is empty. Seeds count up from that in `settings`."""
     from pentameter.data.tokenizers.render_client import render
     from pentameter.generation.prompts import encode_messages, encode_prompt, template_of

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
+from pentameter.data.tokenizers.base import NO_ENDS, Ends
+from pentameter.generation.stop_texts import StopSearch
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_PARTS = 4
 """Maximum number of tokens for one character: one for each byte of its UTF-8."""
@@ -26,7 +29,7 @@ class Decodes(Protocol):
 
 class Detokenizer:
     """Incremental decoder for the ids of one sample: the returned texts joined equal `decode(all
-    ids)`.
+    ids)`, up to what ends the sample.
 
     Text that later ids may change is held back. Tokens may end in the middle of a character, which
     decodes to U+FFFD until the next id completes it. Where each byte is a token (as in Llama's
@@ -35,40 +38,35 @@ class Detokenizer:
     spaces, so each is decoded together with some before it.
 
     prompt: ids before the sample, whose text is shown already. It is not returned again, but a
-    space that separates it from the sample is. ends: ids of tokens that end the sample.
+    space that separates it from the sample is. ends: the tokens and stop texts that end the sample.
     """
 
     def __init__(
-        self, tokenizer: Decodes, prompt: Iterable[int] = (), ends: Collection[int] = ()
+        self, tokenizer: Decodes, prompt: Iterable[int] = (), ends: Ends = NO_ENDS
     ) -> None:
         self._decode, self._byte_ids = tokenizer.decode, tokenizer.byte_ids
-        self._ends = ends
+        self._end_ids, self._has_stops = ends.tokens, bool(ends.texts)
+        self._stops = StopSearch(ends.texts)
         self.is_ended = False
-        """True once one of the tokens `ends` has come; from then on, `push` returns no text."""
+        """True once one of `ends` has come; from then on, `push` returns no text."""
         self._n_shown = 0  # characters of the text of `_ids` that were given out
         self._settle([int(token) for token in prompt])
 
     def push(self, token: int) -> str:
         """Add `token` and return the text that is complete by now, perhaps empty. Empty once the
         sample has ended."""
-        self.is_ended |= token in self._ends
-        if self.is_ended:
-            return ""
-        self._ids.append(token)
-        self._is_settled = False
-        if token in self._byte_ids:
-            return ""
-        text = self._decode(self._ids)
-        n_complete = max(self._n_shown, len(text) - text.endswith(_REPLACEMENT))
-        piece, self._n_shown = text[self._n_shown : n_complete], n_complete
-        if n_complete == len(text):
-            self._settle(self._ids)
-        return piece
+        self.is_ended |= token in self._end_ids
+        return "" if self.is_ended else self._before_stop(self._decoded(token))
 
     @property
     def held(self) -> str:
-        """The whole characters of the text that is held back, as the next ids may still change
-        it."""
+        """The whole characters of the text that is held back: those that may begin a stop text, and
+        those that the next ids may still change."""
+        return self._stops.held + self._undecided
+
+    @property
+    def _undecided(self) -> str:
+        """The whole characters that the next ids may still change."""
         if self._is_settled:
             return ""
         ends = range(len(self._ids), len(self._ids) - _MOST_PARTS, -1)
@@ -81,13 +79,36 @@ class Detokenizer:
         if token in self._byte_ids:
             return self._decode([token])
         text = self._decode([*self._ids, token])
-        return text[self._n_shown + len(self.held) :]
+        return text[self._n_shown + len(self._undecided) :]
 
     def flush(self) -> str:
         """Return the text that is held back, at the sample's end, and start anew."""
         piece = self._decode(self._ids)[self._n_shown :]
         self._settle([])
+        return "" if self._stops.is_found else self._before_stop(piece) + self._stops.flush()
+
+    def _decoded(self, token: int) -> str:
+        """Add `token` and return the text that no later id can change, perhaps empty."""
+        self._ids.append(token)
+        self._is_settled = False
+        if token in self._byte_ids:
+            return ""
+        text = self._decode(self._ids)
+        n_complete = max(self._n_shown, len(text) - text.endswith(_REPLACEMENT))
+        piece, self._n_shown = text[self._n_shown : n_complete], n_complete
+        if n_complete == len(text):
+            self._settle(self._ids)
         return piece
+
+    def _before_stop(self, piece: str) -> str:
+        """Return what of the decoded text, of which `piece` is new, can be shown; end the sample
+        where it has a stop text."""
+        if not self._has_stops:
+            return piece
+        # What later ids may change, such as the byte of a line's end, may complete a stop text.
+        text = self._stops.push(piece, self._undecided)
+        self.is_ended |= self._stops.is_found
+        return text
 
     def _settle(self, ids: list[int]) -> None:
         """Remember only as many of the last `ids` as are needed to decode what follows, and the

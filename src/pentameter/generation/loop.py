@@ -178,8 +178,8 @@ def sample_text(
     """Return a prompt with its continuation by the model in training, in any layout. The main
     process returns the text, all others None. Collective.
 
-    settings: for one sample. sample: a number that keys its draws. The continuation ends early at a
-    token in `prompt.ends`.
+    settings: for one sample. sample: a number that keys its draws. The continuation ends early at
+    what `prompt.ends` names.
 
     If each process has the whole model, the main one samples alone, with a key-value cache. If not,
     all processes compute each token together, without a cache. Raises CorruptError if the logits

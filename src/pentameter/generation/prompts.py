@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pentameter.data.shards.dataset import TokenSplit
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.base import NO_ENDS, Ends, Tokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate, escaped, without_marks
 from pentameter.data.tokenizers.render_client import ends_of_answers, render
 from pentameter.data.tokenizers.renderer import RenderRequest
@@ -26,8 +26,8 @@ class Prompt:
     """Text printed before the continuation; empty to print none."""
     ids: Tokens
     """Token ids (n,), at least one."""
-    ends: Collection[int] = ()
-    """Ids of tokens that end the sample when drawn, such as the end of an answer."""
+    ends: Ends = NO_ENDS
+    """What ends the sample, such as the end of an answer."""
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
@@ -43,8 +43,8 @@ def question_prompt(
     first answer.
 
     Return None for a message if the tokenizer has no chat template, and for an empty message if the
-    split has no conversation. The answer ends at the tokens of `ends_of_answers`. Raises
-    ConfigError if the template refuses the message.
+    split has no conversation. The answer ends as `ends_of_answers` says. Raises ConfigError if the
+    template refuses the message.
     """
     if message:
         if tokenizer.chat is None:  # prompts and completions that are texts

@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from pentameter import keyed
 from pentameter.config.messages import shown
-from pentameter.data.tokenizers.base import Ids, Tokenizer
+from pentameter.data.tokenizers.base import Ends, Ids, Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.detokenizer import Detokenizer
 from pentameter.generation.loop import Generation, sampled_tokens
@@ -237,23 +237,17 @@ class HarnessModel(TemplateLM):
     def _continued(self, prompts: Ids, samples: Sequence[int], settings: _Settings) -> list[str]:
         """Return one continuation for each of the prompts (B, n), as text without the stop text;
         `samples` (B numbers) key the draws."""
-        end = self._tokenizer.end_of_text
-        pieces = [
-            Detokenizer(self._tokenizer, prompt.tolist(), () if end is None else (end,))
-            for prompt in prompts
-        ]
-        texts, ended = [""] * len(prompts), [False] * len(prompts)
+        ends = Ends(self._tokenizer.end_ids, settings.stops)
+        pieces = [Detokenizer(self._tokenizer, prompt.tolist(), ends) for prompt in prompts]
+        texts = [""] * len(prompts)
         asked = replace(settings.generation, num_samples=len(prompts))
         vocab_size = self._tokenizer.vocab_size
         for tokens in sampled_tokens(self._model, prompts, vocab_size, asked, samples):
             for row, token in enumerate(tokens.tolist()):
-                if not ended[row]:  # else what is drawn beside others could move its end
-                    texts[row] += pieces[row].push(token)
-                    seen = texts[row] + pieces[row].held
-                    ended[row] = pieces[row].is_ended or settings.is_stopped(seen)
-            if all(ended):
+                texts[row] += pieces[row].push(token)
+            if all(each.is_ended for each in pieces):
                 break
-        return [settings.cut(text + each.flush()) for text, each in zip(texts, pieces, strict=True)]
+        return [text + each.flush() for text, each in zip(texts, pieces, strict=True)]
 
 
 def _sample(context: str, n_before: int) -> int:
@@ -285,12 +279,3 @@ class _Settings:
             max_new_tokens=int(kwargs["max_gen_toks"]),
         )
         return cls(tuple(stop for stop in kwargs["until"] if stop), generation)
-
-    def is_stopped(self, text: str) -> bool:
-        """Return True if the text contains a stop text."""
-        return any(stop in text for stop in self.stops)
-
-    def cut(self, text: str) -> str:
-        """Return the text before its first stop text, or the whole text if it has none."""
-        ends = [text.find(stop) for stop in self.stops if stop in text]
-        return text[: min(ends)] if ends else text

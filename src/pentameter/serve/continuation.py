@@ -5,13 +5,13 @@ V is the vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.base import Ends, Tokenizer
 from pentameter.generation.detokenizer import Decodes, Detokenizer
 from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_numbers
 from pentameter.serve.chances import Chance, Echo, TokenChance, chance_of
@@ -31,7 +31,7 @@ class Piece:
     n_tokens: int = 0
     """Tokens sampled so far, over all pieces."""
     finish_reason: str | None = None
-    """`stop` (an end token, a stop string, a grammar that lets nothing follow), `length`
+    """`stop` (an end token, a stop text, a grammar that lets nothing follow), `length`
     (max_tokens), or None while the text goes on."""
     error: Exception | None = None
     """The error that ended the text; None without one."""
@@ -60,10 +60,10 @@ class TextRequest:
     seed: int = 0
     sample: int = 0
     """Index among the texts for the same prompt and seed."""
-    ends: Collection[int] = frozenset()
+    ends: frozenset[int] = frozenset()
     """Ids of tokens that end the text and are not part of it."""
-    stop: Sequence[str] = ()
-    """Strings that end the text; it is cut before them."""
+    stop: tuple[str, ...] = ()
+    """Stop texts, which end the text and are not part of it."""
     echo_from: int | None = None
     """Number of the first token of the prompt that is shown before the text, with its probability;
     None to show none. Those before it have probabilities, but no text."""
@@ -106,9 +106,8 @@ class Continuation:
         if asked.echo_from is not None:
             self.echo = Echo(asked.prompt, asked.echo_from, asked.n_rivals, tokenizer)
         before = asked.prompt.tolist() if asked.follows_text else ()
-        self._detokenizer = Detokenizer(tokenizer, before, asked.ends)
-        self._text = ""
-        self._n_shown = 0
+        self._detokenizer = Detokenizer(tokenizer, before, Ends(asked.ends, asked.stop))
+        self._text = ""  # that can be sent
         self._n_reached = 0  # characters that tokens make so far, those held back among them
         self._chances: list[Chance] = []  # not shown yet
 
@@ -134,38 +133,31 @@ class Continuation:
         """Append a token, sampled from logits (V,), and return the text that can be sent now. Sets
         `finish_reason` if the text ends."""
         opening = self._opening() if self.echo else Piece()
-        n_before, n_reached, asked = len(self._text), self._n_reached, self.asked
+        asked, detokenizer = self.asked, self._detokenizer
         chance = None
         if asked.n_rivals is not None:
-            chance = chance_of(token, logits, asked.n_rivals, self._detokenizer.with_next)
+            chance = chance_of(token, logits, asked.n_rivals, detokenizer.with_next)
         self.tokens.append(token)
-        self._text += self._detokenizer.push(token)
-        is_last = len(self.tokens) == asked.max_tokens
-        if self._held is not None and not self._detokenizer.is_ended:
+        text = detokenizer.push(token)
+        is_complete = detokenizer.is_ended
+        if self._held is not None and not is_complete:
             self._held.push(token)
-        if self._detokenizer.is_ended or (self._held is not None and self._held.is_complete):
-            self.finish_reason = "stop"
-        elif is_last:
-            self.finish_reason = "length"
-        if self.finish_reason:
-            self._text += self._detokenizer.flush()
-        # Text that is held back, such as the byte of a line's end, may complete a stop string.
-        text = self._text + self._detokenizer.held
-        self._n_reached = max(n_reached, len(text))
-        first_new = max(0, n_before - max(map(len, asked.stop), default=0))
-        stops_at = [at for s in asked.stop if (at := text.find(s, first_new)) >= 0]
-        if stops_at:
-            self._text = text[: min(stops_at)]
-            self.finish_reason = "stop"
-        if chance is not None and not self._detokenizer.is_ended:
+            is_complete = self._held.is_complete
+        if is_complete or len(self.tokens) == asked.max_tokens:
+            text += detokenizer.flush()
+            self.finish_reason = "stop" if is_complete or detokenizer.is_ended else "length"
+        self._text += text
+        if chance is not None and not detokenizer.is_ended:
+            n_reached = self._n_reached
+            self._n_reached = max(n_reached, len(self._text) + len(detokenizer.held))
             chance.span = (n_reached, self._n_reached)
             self._chances.append(chance)
-        return opening.joined(self._shown())
+        return opening.joined(self._new(text))
 
     def finish(self) -> Piece:
         """End a text that has no tokens; return its Piece, in which the prompt may be shown."""
         self.finish_reason = "length"
-        return (self._opening() if self.echo else Piece()).joined(self._shown())
+        return (self._opening() if self.echo else Piece()).joined(self._new(""))
 
     def _opening(self) -> Piece:
         """Return the Piece that shows the prompt; it is told once."""
@@ -174,27 +166,13 @@ class Continuation:
         self.echo, self._n_before = None, len(text)
         return Piece(text, chances)
 
-    def _shown(self) -> Piece:
-        """Return, as a Piece, the text and the tokens that were not returned before. The last
-        characters are kept back if they could be the beginning of a stop string, and so is each
-        token whose text contains one of these characters, as it would reveal them."""
-        n_held = 0 if self.finish_reason else self._n_in_stop()
-        end = len(self._text) - n_held
-        text, self._n_shown = self._text[self._n_shown : end], max(self._n_shown, end)
+    def _new(self, text: str) -> Piece:
+        """Return, as a Piece, the text that is newly shown, and the tokens that were not returned
+        before. Each token whose text contains a character that is held back is kept back, too, as
+        it would reveal it."""
+        end = len(self._text)
         ready = [
             each.shown(self._text, self._n_before) for each in self._chances if each.span[1] <= end
         ]
         self._chances = self._chances[len(ready) :]
         return Piece(text, ready, len(self.tokens), self.finish_reason)
-
-    def _n_in_stop(self) -> int:
-        """Return how many of the last characters could be the beginning of a stop string."""
-        return max(
-            (
-                n
-                for stop in self.asked.stop
-                for n in range(1, len(stop))
-                if self._text.endswith(stop[:n])
-            ),
-            default=0,
-        )

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from pentameter.checkpoint.folders.load_model import LoadedModel
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.base import Ends, Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
 from pentameter.data.tokenizers.render_client import Rendering, ends_of_answers, unlike_its_prompt
 from pentameter.data.tokenizers.renderer import RenderRequest
@@ -114,15 +114,16 @@ class ServedModel:
                 raise
 
     @cached_property
-    def ends_of_answers(self) -> frozenset[int]:
-        """The token ids that end an answer."""
+    def ends_of_answers(self) -> Ends:
+        """What ends an answer."""
         return ends_of_answers(self.tokenizer, self.render)
 
     @cached_property
     def answer_form(self) -> AnswerForm:
         """The form of the model's answers beside content, by the tokenizer's chat template."""
         assert self.tokenizer.chat is not None
-        ends = [self.tokenizer.decode([each]) for each in self.ends_of_answers]
+        tokens, texts = self.ends_of_answers
+        ends = [*(self.tokenizer.decode([each]) for each in tokens), *texts]
         return recognized(self.tokenizer.chat, self.render, ends)
 
     @cached_property

@@ -170,7 +170,7 @@ def _tokenizer_entries(
         "add_eos_token": False,
     }
     notes, end = known.notes, tokenizer.end_of_text
-    ends = sorted(ends_of_answers(tokenizer) - {end}) if tokenizer.chat is not None else []
+    ends = sorted(ends_of_answers(tokenizer).tokens - {end}) if tokenizer.chat is not None else []
     if end is None and not ends and known.model != "gemma4":
         refuse("its tokenizer has no end of text, and llama.cpp would take some token for one")
     if end is None and ends:

@@ -159,7 +159,7 @@ def generation_config(
         content = json.loads(published)
     said = content.get("eos_token_id")
     known = {each for each in (said if isinstance(said, list) else [said]) if type(each) is int}
-    ends = set() if tokenizer.chat is None else set(ends_of_answers(tokenizer))
+    ends = set() if tokenizer.chat is None else set(ends_of_answers(tokenizer).tokens)
     if CONFIG in tokenizer.published and is_same:
         # If all special tokens end answers, the template writes none: the published ids are better.
         ends = known if ends >= {*tokenizer.special_tokens.values()} else ends | known

@@ -31,6 +31,18 @@ End = tuple[str | None, int | None]
 
 NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
+
+class Ends(NamedTuple):
+    """What ends a text that a model writes, and is not part of it."""
+
+    tokens: frozenset[int] = frozenset()
+    """Ids of tokens."""
+    texts: tuple[str, ...] = ()
+    """Stop texts, none of them empty."""
+
+
+NO_ENDS = Ends()
+
 FORMAT = "pentameter-tokenizer"
 VERSION = 1
 FILE_LIMIT_BYTES = 1 << 28  # about 15 million words
@@ -63,6 +75,11 @@ class Tokenizer(ABC):
         """Maps text to id for the tokens that no text encodes to; only a chat template writes
         them."""
         return {}
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The id of the end of text, if there is one."""
+        return frozenset() if self.end_of_text is None else frozenset({self.end_of_text})
 
     @property
     def added_ids(self) -> frozenset[int]:

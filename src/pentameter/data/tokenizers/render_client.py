@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.base import Ends, Tokenizer
 from pentameter.data.tokenizers.chat import (
     ChatTemplate,
     TemplateBoundsError,
@@ -117,37 +117,52 @@ def render(template: ChatTemplate, asked: RenderRequest) -> str:
 
 def ends_of_answers(
     tokenizer: Tokenizer, render_by: Callable[[RenderRequest], str] | None = None
-) -> frozenset[int]:
-    """Return the ids of the tokens that end an answer: the special tokens that the tokenizer's chat
-    template writes after a plain answer (all special tokens if it writes none there), the last
-    special token that it writes after an answer that calls a tool, and the end of text.
+) -> Ends:
+    """Return what ends an answer, by what the tokenizer's chat template writes after one. Tokens:
+    the special tokens after a plain answer (all special tokens if there are none), the last special
+    token after an answer that calls a tool, and the end of text. Texts: what it writes after a
+    plain answer, without the white space around it, if no special token is there, as the tokenizer
+    lacks them.
 
     render_by: renders a request by that template; None starts a process for it.
     """
     chat, special = tokenizer.chat, tokenizer.special_tokens
-    plain, called = list[int](), list[int]()
+    plain, called, mark = list[int](), list[int](), ""
     with ExitStack() as stack:
         if chat is not None:
             render_by = render_by or stack.enter_context(Rendering(chat)).text
-            plain = _specials_behind({"content": _ANSWER}, special, render_by)
+            answer = {"content": _ANSWER}
+            behind = _behind(answer, render_by)
+            plain = _ids(behind, special)
+            # What is not written there before the next question, too, asks for an answer.
+            if not plain and _behind(answer, render_by, QUESTION).startswith(behind):
+                mark = behind.strip()
             function = {"name": "add", "arguments": {"sum": _ANSWER}}
             call = {"id": "abcdefghi", "type": "function", "function": function}
-            called = _specials_behind({"tool_calls": [call]}, special, render_by)
-    ids = {*(plain or special.values()), *called[-1:]}
-    return frozenset(ids if tokenizer.end_of_text is None else {*ids, tokenizer.end_of_text})
+            called = _ids(_behind({"tool_calls": [call]}, render_by), special)
+    ids = tokenizer.end_ids.union(plain or special.values(), called[-1:])
+    return Ends(ids, (mark,) if mark else ())
 
 
-def _specials_behind(
-    answer: Mapping[str, Any], special: Mapping[str, int], render_by: Callable[[RenderRequest], str]
-) -> list[int]:
-    """Return the ids of the special tokens that a template writes after the text _ANSWER, which the
-    message `answer` contains; [] if it refuses the messages."""
+def _behind(
+    answer: Mapping[str, Any],
+    render_by: Callable[[RenderRequest], str],
+    *later: Mapping[str, Any],
+) -> str:
+    """Return what a template writes after the text _ANSWER, which the message `answer` contains,
+    without white space at its end; empty if it refuses the messages, which the `later` ones
+    end."""
+    messages = [QUESTION, {"role": "assistant", **answer}, *later]
     with suppress(TemplateRefusalError):  # it expects other messages
-        text = render_by(RenderRequest([QUESTION, {"role": "assistant", **answer}]))
-        _, found, behind = without_marks(text).rpartition(_ANSWER)
-        pieces = ids_and_texts(behind, special) if found else []
-        return [piece for piece in pieces if isinstance(piece, int)]
-    return []
+        text = without_marks(render_by(RenderRequest(messages)))
+        _, found, behind = text.rpartition(_ANSWER)
+        return behind.rstrip() if found else ""
+    return ""
+
+
+def _ids(text: str, special: Mapping[str, int]) -> list[int]:
+    """Return the ids of the special tokens in a text that a template wrote."""
+    return [piece for piece in ids_and_texts(text, special) if isinstance(piece, int)]
 
 
 def prompt_of_answers(render_by: Callable[[RenderRequest], str], asked: RenderRequest) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pentameter.generation.stop_texts import n_begun
 from pentameter.serve.answer_forms.calls import CallForm
-from pentameter.serve.answer_forms.said import Call, Said, n_begun, settled
+from pentameter.serve.answer_forms.said import Call, Said, settled
 
 Tags = tuple[str, str]
 """The texts with which reasoning begins and ends."""

@@ -90,7 +90,7 @@ class AnswerForm:
 
 def recognized(chat: ChatTemplate, render_by: Render, ends: Sequence[str]) -> AnswerForm:
     """Return the form of answers in which a chat template writes them. render_by: renders by this
-    template. ends: texts of the special tokens that end an answer."""
+    template. ends: texts that end an answer, special tokens among them."""
     source = "\n".join(chat.sources.values())
     has_channels = all(each in source for each in _CHANNELS)
     tags = next((each for each in REASONING_TAGS if each[1] in source), None)

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pentameter.generation.stop_texts import n_begun
+
 
 @dataclass(frozen=True)
 class Call:
@@ -99,14 +101,6 @@ def call_of(value: Any, key: str) -> Call:
             if isinstance(arguments, dict):
                 return Call(name, json.dumps(arguments, ensure_ascii=False), written)
     raise MalformedError
-
-
-def n_begun(text: str, markers: Collection[str]) -> int:
-    """Return how many of the last characters of `text` may be the beginning of one of the
-    `markers`."""
-    return max(
-        (n for each in markers for n in range(1, len(each)) if text.endswith(each[:n])), default=0
-    )
 
 
 def settled(text: str, markers: Collection[str], *, is_whole: bool) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pentameter.data.messages import normalized
+from pentameter.data.tokenizers.base import NO_ENDS, Ends
 from pentameter.errors import ConfigError
 from pentameter.generation.prompts import encode_messages
 from pentameter.generation.sampling import Tokens
@@ -90,7 +91,10 @@ class ChatRequest(TextsRequest):
             )
         except ConfigError as error:
             raise RequestError(str(error), param="messages") from error
-        ends = frozenset[int]() if self.ignore_eos else served.ends_of_answers
+        held_to = self._constraint(ids, served)
+        ends = NO_ENDS if self.ignore_eos else served.ends_of_answers
+        if held_to is not None:  # which ends the text, and may let a stop text stand within it
+            ends = Ends(ends.tokens)
         room = min(max(1, served.context_length - len(ids) + 1), limits.max_tokens)
         n_tokens = min(self.most_tokens or room, room)
         rivals = (self.top_logprobs or 0) if self.logprobs else None
@@ -101,7 +105,7 @@ class ChatRequest(TextsRequest):
             limits,
             ends=ends,
             n_rivals=rivals,
-            constraint=self._constraint(ids, served),
+            constraint=held_to,
             follows_text=False,
         )
 

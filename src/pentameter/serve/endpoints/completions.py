@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
+from pentameter.data.tokenizers.base import NO_ENDS, Ends
 from pentameter.errors import ConfigError
 from pentameter.generation.prompts import encode_prompt
 from pentameter.generation.sampling import Tokens
@@ -53,9 +54,7 @@ class CompletionRequest(TextsRequest):
                 "max_tokens=0 writes nothing; with echo: true it shows the prompt",
                 param="max_tokens",
             )
-        ends = frozenset[int]()
-        if tokenizer.end_of_text is not None and not self.ignore_eos:
-            ends = frozenset({tokenizer.end_of_text})
+        ends = NO_ENDS if self.ignore_eos else Ends(tokenizer.end_ids)
         found = []
         for prompt in prompts:
             ids = _encoded(prompt, served)

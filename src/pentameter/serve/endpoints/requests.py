@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pentameter.config.tables import packaged_table
+from pentameter.data.tokenizers.base import Ends
 from pentameter.errors import did_you_mean, printable
 from pentameter.generation.sampling import Tokens
 from pentameter.serve.continuation import TextRequest
@@ -147,11 +148,18 @@ class TextsRequest(BaseModel, ABC):
         return stops
 
     def asked_texts(
-        self, ids: Tokens, max_tokens: int, served: ServedModel, limits: Limits, **fields: Any
+        self,
+        ids: Tokens,
+        max_tokens: int,
+        served: ServedModel,
+        limits: Limits,
+        *,
+        ends: Ends,
+        **fields: Any,
     ) -> list[TextRequest]:
         """Return the `n` texts requested for one prompt with token ids (n_tokens,), with the
-        server's most tokens at most; `fields` are passed on to TextRequest. Raises RequestError if
-        the prompt is too long."""
+        server's most tokens at most. They end at `ends` or the request's own stop texts; `fields`
+        are passed on to TextRequest. Raises RequestError if the prompt is too long."""
         if len(ids) > served.context_length:
             raise RequestError(
                 f"the prompt has {len(ids):,} tokens; {served.name} sees at most "
@@ -162,7 +170,8 @@ class TextsRequest(BaseModel, ABC):
         n_tokens = min(max_tokens, limits.max_tokens)
         given = {"temperature", "top_k", "top_p"} & self.model_fields_set
         sampling = replace(served.sampling, **{key: getattr(self, key) for key in given})
-        fields |= {"stop": self.stops(), "seed": self.seed or 0}
+        fields |= {"ends": ends.tokens, "seed": self.seed or 0}
+        fields["stop"] = (*self.stops(), *ends.texts)
         return [
             TextRequest(ids, n_tokens, sampling, sample=sample, **fields)
             for sample in range(self.n_each)

@@ -11,6 +11,7 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.prepare.splits import IS_BY_DOCUMENT
 from pentameter.data.shards.dataset import Dataset, TokenSplit
 from pentameter.data.tokenizers.char import CharTokenizer, advice_on
+from pentameter.data.tokenizers.render_client import ends_of_answers
 from pentameter.data.tokenizers.setting import is_made_from_text
 from pentameter.disk.atomic import free_bytes
 from pentameter.errors import ConfigError, StorageError
@@ -156,8 +157,7 @@ def disk_warnings(plan: Plan, checkpoints: Path) -> list[str]:
 
 def _answer_warnings(config: Config, dataset: Dataset, init_from: Path | None) -> list[str]:
     """Return a warning if, in one of the data sources with conversations, the first answer does not
-    end with a token that marks its end: a model trained on it would not learn to stop. Else an
-    empty list."""
+    end with a token that marks its end, but with a text at best. Else an empty list."""
     train, tokenizer = dataset.split("train"), dataset.tokenizer
     ends = {*tokenizer.special_tokens.values(), tokenizer.end_of_text}
     first_answers = [
@@ -167,12 +167,15 @@ def _answer_warnings(config: Config, dataset: Dataset, init_from: Path | None) -
     ]
     if all(ends.intersection(answer.tolist()) for answer in first_answers):
         return []
-    remedy = "give serve a stop text"
+    marks = ends_of_answers(tokenizer).texts
+    instead = "a chat will not know where one ends; give serve a stop text"
+    if marks:
+        instead = f"they end at the text {marks[0]!r}, which messages can forge and exports lack"
     if init_from is None and is_made_from_text(config.data.tokenizer):
-        remedy = "data.tokenizer='bpe:1024' has the chat template's tokens"
+        instead += "; data.tokenizer='bpe:1024' has the chat template's tokens"
     return [
         f"answers are learnt without a token that ends them, as the tokenizer ({tokenizer.kind}) "
-        f"has none: a chat will not know where one ends; {remedy}"
+        f"has none: {instead}"
     ]
 
 
