@@ -145,74 +145,91 @@ inline Words numbers_at(const bf16* x, const bf16*) {
 
 // Adds the products of as many inputs as a register holds, of all outputs (M, R).
 template <int M, int R, bool WHOLE, class Weight, class Input>
-inline void add_inputs(Floats (&sums)[M][R], const Input* x, const Weight* w, int64_t K, bool asks) {
+inline void add_inputs(Floats* sums, const Input* x, const Weight* w, int64_t K) {
     decltype(numbers_at<WHOLE>(x, x)) weights[R];
     for (int r = 0; r < R; ++r) weights[r] = numbers_at<WHOLE>(w + r * K, x);
-    if (asks)
-        for (int r = 0; r < R; ++r) __builtin_prefetch(w + (R + r) * K);
     for (int i = 0; i < M; ++i) {
         const auto inputs = numbers_at<WHOLE>(x + i * K, x);
-        for (int r = 0; r < R; ++r) sums[i][r] = add_products(sums[i][r], inputs, weights[r]);
+        for (int r = 0; r < R; ++r)
+            sums[i * R + r] = add_products(sums[i * R + r], inputs, weights[r]);
     }
 }
 
+// Memory that is asked for during a tile: at each step `n_lines` more, one after another, as it gives
+// them fastest; into the second cache, as the first is full of what the tile reads.
+struct Ahead {
+    const char* next;
+    int64_t n_lines;
+
+    void step() {
+        for (int64_t line = 0; line < n_lines; ++line, next += LINE) __builtin_prefetch(next, 0, 2);
+    }
+};
+
 // Outputs (M, R) of a matmul, the first of them being of row `m`, output `first`.
 template <int M, int R, class Weight, class Input>
-inline void tile(const Linear& of, const Input* x, int64_t m, int64_t first) {
+inline void tile(const Linear& of, const Input* x, int64_t m, int64_t first, Ahead ahead) {
     constexpr int64_t STEP = VECTOR_BYTES / sizeof(Input);
-    const int64_t K = of.n_in, N = of.n_out;
-    x += m * K;
+    // For one row weights are read in the order in which they lie: memory gives twice as much.
+    constexpr int AT_ONCE = M == 1 ? 1 : R;
+    const int64_t K = of.n_in;
     const Weight* w = static_cast<const Weight*>(of.weight) + first * K;
-    Floats sums[M][R] = {};
-    const bool asks = m == 0;  // for the next outputs, before the first rows of them
-    int64_t k = 0;
-    for (; k + STEP <= K; k += STEP) add_inputs<M, R, true>(sums, x + k, w + k, K, asks);
-    if (k < K) add_inputs<M, R, false>(sums, x + k, w + k, K, asks);
-    for (int i = 0; i < M; ++i)
-        for (int r = 0; r < R; ++r) {
-            float* y = of.y + (m + i) * N + first + r;
-            float result = sum_of(sums[i][r]);
-            if (of.bias) result += of.bias[first + r];
-            *y = of.adds ? *y + result : result;
+    x += m * K;
+    Floats sums[M * R];
+    for (int r = 0; r < R; r += AT_ONCE, w += AT_ONCE * K) {
+        Floats some[M * AT_ONCE] = {};
+        int64_t k = 0;
+#pragma GCC unroll 4
+        for (; k + STEP <= K; k += STEP) {
+            if (M > 1) ahead.step();
+            add_inputs<M, AT_ONCE, true>(some, x + k, w + k, K);
         }
+        if (k < K) add_inputs<M, AT_ONCE, false>(some, x + k, w + k, K);
+        std::copy(some, some + M * AT_ONCE, sums + r);
+    }
+    float results[M * R];
+    sums_of<M * R>(results, sums);
+    for (int i = 0; i < M; ++i) {
+        float* y = of.y + (m + i) * of.n_out + first;
+        for (int r = 0; r < R; ++r) {
+            float result = results[i * R + r];
+            if (of.bias) result += of.bias[first + r];
+            y[r] = of.adds ? y[r] + result : result;
+        }
+    }
 }
 
-constexpr int MOST_ROWS = 4;  // of a tile
-
-// Outputs that a tile of M rows has: as many sums as the registers hold, 32 of AVX-512, else 16.
-constexpr int width_of(int M) {
-    return M == 1 ? 8 : LANES == 16 ? (M == 2 ? 8 : 6) : (M == 2 ? 4 : M == 3 ? 3 : 2);
+// The same of M rows or, if there are fewer, of n.
+template <int M, int R, class Weight, class Input>
+inline void tile_of_most(const Linear& of, const Input* x, int64_t m, int64_t n, int64_t first,
+                         Ahead ahead) {
+    if constexpr (M > 1)
+        if (n < M) return tile_of_most<M - 1, R, Weight>(of, x, m, n, first, ahead);
+    tile<M, R, Weight>(of, x, m, first, ahead);
 }
 
-template <int M, class Weight, class Input>
-inline void tiles(const Linear& of, const Input* x, int64_t m, int64_t first, int64_t last) {
-    constexpr int R = width_of(M);
-    for (; first + R <= last; first += R) tile<M, R, Weight>(of, x, m, first);
-    for (; first < last; ++first) tile<M, 1, Weight>(of, x, m, first);
-}
-
-// `n` rows, fewer than M, from `m` on.
-template <int M, class Weight, class Input>
-inline void fewer(const Linear& of, const Input* x, int64_t m, int64_t n, int64_t first,
-                  int64_t last) {
-    if constexpr (M > 1) {
-        if (n == M - 1)
-            tiles<M - 1, Weight>(of, x, m, first, last);
-        else
-            fewer<M - 1, Weight>(of, x, m, n, first, last);
+// R outputs of all rows; meanwhile the next ones' weights are asked for, in equal parts.
+template <int R, class Weight, class Input>
+inline void outputs(const Linear& of, const Input* x, const Rows& rows, int64_t first) {
+    constexpr int64_t ROWS = 4, STEP_BYTES = R * VECTOR_BYTES * sizeof(Weight) / sizeof(Input);
+    const int64_t n_tiles = (rows.n + ROWS - 1) / ROWS;
+    const int64_t n_lines = (STEP_BYTES / LINE + n_tiles - 1) / n_tiles;
+    const Weight* next = static_cast<const Weight*>(of.weight) + (first + R) * of.n_in;
+    Ahead ahead{reinterpret_cast<const char*>(next), n_lines};
+    for (int64_t m = 0; m < rows.n; m += ROWS) {
+        tile_of_most<ROWS, R, Weight>(of, x, m, rows.n - m, first, ahead);
+        ahead.next += of.n_in * sizeof(Input) / VECTOR_BYTES * n_lines * LINE;
     }
 }
 
 template <class Weight, class Input>
 void multiply(const Linear& of, const Input* x, const Rows& rows) {
+    constexpr int WIDTH = LANES == 16 ? 6 : 2;  // sums of four rows, and weights, in registers
     const Range range((of.n_out + of.block - 1) / of.block);
-    for (int64_t i = range.first; i < range.last; ++i) {
-        const int64_t first = i * of.block, last = std::min(of.n_out, first + of.block);
-        int64_t m = 0;
-        for (; m + MOST_ROWS <= rows.n; m += MOST_ROWS)
-            tiles<MOST_ROWS, Weight>(of, x, m, first, last);
-        fewer<MOST_ROWS, Weight>(of, x, m, rows.n - m, first, last);
-    }
+    const int64_t last = std::min(of.n_out, range.last * of.block);
+    int64_t first = range.first * of.block;
+    for (; first + WIDTH <= last; first += WIDTH) outputs<WIDTH, Weight>(of, x, rows, first);
+    for (; first < last; ++first) outputs<1, Weight>(of, x, rows, first);
 }
 
 void multiply(const Linear& of, const Rows& rows) {

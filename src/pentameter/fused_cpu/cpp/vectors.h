@@ -23,6 +23,7 @@
 
 using bf16 = uint16_t;
 constexpr int LANES = VECTOR_BYTES / 4;
+constexpr int64_t LINE = 64;  // bytes that memory gives at once
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
@@ -111,6 +112,34 @@ inline float sum_by_halves(const typename Numbers<N>::Type& x) {
 }
 
 inline float sum_of(Floats x) { return sum_by_halves<LANES>(x); }
+
+#if VECTOR_BYTES == 64 && defined(__AVX512F__)
+// y[i] = sum_of(x[i]) for four registers, with the same bits.
+inline void sums_of_four(float* y, const Floats* x) {
+    // Quarters of registers, or sums of them: those of `a` and `b` that the numbers name.
+#define QUARTERS(a, b, i, j) _mm512_shuffle_f32x4(a, b, i | j << 2 | i << 4 | j << 6)
+    const __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+    const __m512 ab = QUARTERS(a, b, 0, 1) + QUARTERS(a, b, 2, 3);
+    const __m512 cd = QUARTERS(c, d, 0, 1) + QUARTERS(c, d, 2, 3);
+    __m512 sums = QUARTERS(ab, cd, 0, 2) + QUARTERS(ab, cd, 1, 3);
+#undef QUARTERS
+    sums += _mm512_permute_ps(sums, 0b01001110);
+    sums += _mm512_permute_ps(sums, 0b10110001);
+    // The first lane of each quarter.
+    _mm_storeu_ps(y, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sums)));
+}
+#endif
+
+// y[i] = sum_of(x[i]) for N registers.
+template <int N>
+inline void sums_of(float* y, const Floats* x) {
+    int i = 0;
+#if VECTOR_BYTES == 64 && defined(__AVX512F__)
+#pragma GCC unroll 8
+    for (; i + 4 <= N; i += 4) sums_of_four(y + i, x + i);
+#endif
+    for (; i < N; ++i) y[i] = sum_of(x[i]);
+}
 
 inline Floats size_of(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 
