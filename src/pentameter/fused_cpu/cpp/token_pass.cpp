@@ -270,7 +270,7 @@ inline void score(float* scores, const float* q, const Number* keys, int64_t K) 
         const Floats query = load(q + c);
         for (int r = 0; r < R; ++r) sums[r] += query * load(keys + r * K + c);
     }
-    for (int r = 0; r < R; ++r) scores[r] = sum_of(sums[r]);
+    sums_of<R>(scores, sums);
 }
 
 // means = means · kept + Σ weights · values, for C registers of channels.
@@ -284,21 +284,40 @@ inline void add_values(float* means, float kept, const float* weights, const Num
         store(means + c * LANES, load(means + c * LANES) * kept + sums[c]);
 }
 
+// Some of a text's keys and values, (n, K) each.
+template <class Number>
+struct Span {
+    Number *keys, *values;
+    int64_t n;
+};
+
+// Asks memory for numbers from `from` on: (4, K), from row s of n on.
+template <class Number>
+inline void ask(const Number* from, int64_t s, int64_t n, int64_t K) {
+    const char* line = reinterpret_cast<const char*>(from + s * K);
+    const char* end = reinterpret_cast<const char*>(from + std::min(s + 4, n) * K);
+    for (; line < end; line += LINE) __builtin_prefetch(line, 0, 2);
+}
+
 // One head's softmax over keys that are read a few at a time: the highest score so far, the sum of
 // exponentials below it, and the sum of values that they weigh.
 struct Head {
     float q[MOST_CHANNELS], means[MOST_CHANNELS];
     float top, total;
 
+    // Memory is meanwhile asked for the `next` ones.
     template <class Number>
-    void read(const Number* keys, const Number* values, int64_t n, int64_t K) {
+    void read(const Span<Number>& of, const Span<Number>& next, int64_t K) {
         float weights[KEYS];
         int64_t s = 0;
-        for (; s + 4 <= n; s += 4) score<4>(weights + s, q, keys + s * K, K);
-        for (; s < n; ++s) score<1>(weights + s, q, keys + s * K, K);
-        std::fill(weights + n, weights + KEYS, -__builtin_inff());
+        for (; s + 4 <= of.n; s += 4) {
+            ask(next.keys, s, next.n, K);
+            score<4>(weights + s, q, of.keys + s * K, K);
+        }
+        for (; s < of.n; ++s) score<1>(weights + s, q, of.keys + s * K, K);
+        std::fill(weights + of.n, weights + KEYS, -__builtin_inff());
         float highest = top;
-        for (int64_t i = 0; i < n; ++i) highest = weights[i] > highest ? weights[i] : highest;
+        for (int64_t i = 0; i < of.n; ++i) highest = weights[i] > highest ? weights[i] : highest;
         const float kept = exponential(all(top - highest))[0];
         Floats sums = {};
         for (int64_t i = 0; i < KEYS; i += LANES) {
@@ -307,40 +326,62 @@ struct Head {
             sums += weight;
         }
         total = total * kept + sum_of(sums), top = highest;
+        for (s = 0; s < next.n; s += 4) ask(next.values, s, next.n, K);
         int64_t c = 0;
+        for (; c + 8 * LANES <= K; c += 8 * LANES)
+            add_values<8>(means + c, kept, weights, of.values + c, of.n, K);
         for (; c + 4 * LANES <= K; c += 4 * LANES)
-            add_values<4>(means + c, kept, weights, values + c, n, K);
-        for (; c < K; c += LANES) add_values<1>(means + c, kept, weights, values + c, n, K);
+            add_values<4>(means + c, kept, weights, of.values + c, of.n, K);
+        for (; c < K; c += LANES) add_values<1>(means + c, kept, weights, of.values + c, of.n, K);
     }
 };
 
 template <class Number>
 void attend(const Attention& of, const Rows& rows) {
-    const int64_t K = of.channels, n_sharing = of.n_heads / of.n_kv_heads;
-    const Range range(rows.n * of.n_kv_heads);
+    static thread_local std::vector<Head> heads;  // those that read the same keys
+    const int64_t K = of.channels, G = of.n_kv_heads, n_sharing = of.n_heads / G;
+    if (int64_t(heads.size()) < n_sharing) heads.resize(n_sharing);
+    // Of text and KV head i, the keys from position s on that are read at once.
+    const auto span = [&](int64_t i, int64_t s) {
+        const int64_t begin = rows.slots[i / G] * of.of_slot + i % G * of.of_head + s * K;
+        return Span<Number>{static_cast<Number*>(of.keys) + begin,
+                            static_cast<Number*>(of.values) + begin,
+                            std::min(KEYS, rows.positions[i / G] + 1 - s)};
+    };
+    const auto first = [&](int64_t i) {
+        return of.window ? std::max<int64_t>(0, rows.positions[i / G] + 1 - of.window) : 0;
+    };
+    const Range range(rows.n * G);
     for (int64_t i = range.first; i < range.last; ++i) {
-        const int64_t m = i / of.n_kv_heads, g = i % of.n_kv_heads, at = rows.positions[m];
-        const int64_t in_cache = rows.slots[m] * of.of_slot + g * of.of_head;
+        const int64_t m = i / G, g = i % G, at = rows.positions[m];
         const int64_t in_row = m * of.kv_row + g * of.kv_head;
-        Number* keys = static_cast<Number*>(of.keys) + in_cache;
-        Number* values = static_cast<Number*>(of.values) + in_cache;
+        const Span<Number> newest = span(i, at);
         float key[MOST_CHANNELS];
         prepare(key, of.k + in_row, of.k_norm, of, at, 1.0f);
         for (int64_t c = 0; c < K; c += LANES) {
-            store(keys + at * K + c, load(key + c));
-            store(values + at * K + c, load(of.v + in_row + c));
+            store(newest.keys + c, load(key + c));
+            store(newest.values + c, load(of.v + in_row + c));
         }
-        const int64_t first = of.window ? std::max<int64_t>(0, at + 1 - of.window) : 0;
-        for (int64_t h = g * n_sharing; h < (g + 1) * n_sharing; ++h) {
-            Head head;
+        for (int64_t j = 0; j < n_sharing; ++j) {
+            const int64_t h = g * n_sharing + j;
+            Head& head = heads[j];
             prepare(head.q, of.q + m * of.q_row + h * of.q_head, of.q_norm, of, at, of.factor);
             std::fill(head.means, head.means + K, 0.0f);
             head.top = of.sinks ? of.sinks[h] : -__builtin_inff();
             head.total = of.sinks ? 1.0f : 0.0f;
-            for (int64_t s = first; s <= at; s += KEYS)
-                head.read(keys + s * K, values + s * K, std::min(KEYS, at + 1 - s), K);
-            float* y = of.y + (m * of.n_heads + h) * K;
-            for (int64_t c = 0; c < K; ++c) y[c] = head.means[c] / head.total;
+        }
+        for (int64_t s = first(i); s <= at; s += KEYS) {
+            Span<Number> next{};
+            if (s + KEYS <= at)
+                next = span(i, s + KEYS);
+            else if (i + 1 < range.last)
+                next = span(i + 1, first(i + 1));
+            heads[0].read(span(i, s), next, K);
+            for (int64_t j = 1; j < n_sharing; ++j) heads[j].read(span(i, s), Span<Number>{}, K);
+        }
+        for (int64_t j = 0; j < n_sharing; ++j) {
+            float* y = of.y + (m * of.n_heads + g * n_sharing + j) * K;
+            for (int64_t c = 0; c < K; ++c) y[c] = heads[j].means[c] / heads[j].total;
         }
     }
 }
