@@ -54,6 +54,23 @@ def test_filters_treat_rows_apart() -> None:
         assert np.array_equal(keep_top_p(np.exp(logits), p)[row], keep_top_p(np.exp(alone), p)[0])
 
 
+@pytest.mark.parametrize("n_tokens", [9, 40_000])
+@pytest.mark.parametrize("settings", [Sampling(), Sampling(0.7, 20), Sampling(1.3, 20, 0.8)])
+def test_a_row_is_drawn_as_alone_and_from_all_tokens(n_tokens: int, settings: Sampling) -> None:
+    """However many rows are drawn at once, and though tokens that are left out are not summed."""
+    rng = np.random.default_rng(0)
+    logits, uniforms = rng.normal(size=(7, n_tokens)).round(2), rng.random(7)
+    drawn = choose(logits, settings, uniforms)
+    for row, uniform, token in zip(logits, uniforms, drawn, strict=True):
+        scaled = (row[None] - row.max()) / settings.temperature
+        weights = np.exp(keep_top_k(scaled, settings.top_k or n_tokens))
+        weights = keep_top_p(weights, settings.top_p or 1.0)[0]
+        assert token == np.searchsorted(
+            np.cumsum(weights), uniform * np.cumsum(weights)[-1], "right"
+        )
+        assert token == choose(row[None], settings, np.array([uniform]))[0]
+
+
 def test_the_draw_inverts_the_cumulative_distribution() -> None:
     probabilities = np.array([0.0, 0.25, 0.0, 0.5, 0.25])
     with np.errstate(divide="ignore"):
