@@ -268,20 +268,23 @@ def test_a_model_that_computes_in_its_own_way_stays_with_pytorch(always, case):
 
 
 def test_one_that_is_less_precise_than_pytorch_is_not_used(always, monkeypatch):
+    """It is tried at a model's first text, and at the next one after a change of the weights."""
     model, matmul = made(KINDS["Qwen 3"]), FewRows()
-    with torch.inference_mode():
-        cache = KVCache(model.config, 2, zeroed=True)
-        of_cache = cache.keys, cache.values
-        assert token_pass(model, matmul, *of_cache) is not None
-        assert not any(each.any() for each in (*cache.keys, *cache.values))
-        compute = TokenPass._compute
+    cache = KVCache(model.config, 2, zeroed=True)
+    of_cache = cache.keys, cache.values
+    assert token_pass(model, matmul, *of_cache) is not None
+    assert not any(each.any() for each in (*cache.keys, *cache.values))
+    compute = TokenPass._compute
 
-        def nudged(self: TokenPass, rows: Any, n_operations: int, **how: Any) -> None:
-            compute(self, rows, n_operations, **how)
-            self._of.stream.mul_(1 + 1e-6)
+    def nudged(self: TokenPass, rows: Any, n_operations: int, **how: Any) -> None:
+        compute(self, rows, n_operations, **how)
+        self._of.stream.mul_(1 + 1e-6)
 
-        monkeypatch.setattr(TokenPass, "_compute", nudged)
-        assert token_pass(model, matmul, *of_cache) is None
+    monkeypatch.setattr(TokenPass, "_compute", nudged)
+    assert token_pass(model, matmul, *of_cache) is not None
+    with torch.no_grad():
+        model.final_norm.weight.mul_(2)
+    assert token_pass(model, matmul, *of_cache) is None
 
 
 @pytest.mark.parametrize("kind", ["character", "Qwen 3"])

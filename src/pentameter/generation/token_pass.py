@@ -18,9 +18,10 @@ Shapes: R rows, one for each text; D d_model, H heads, G KV heads, K head size, 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import nan
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -317,7 +318,12 @@ class TokenPass:
     nothing; changes of the weights in place are seen."""
 
     def __init__(
-        self, model: GPT, matmul: FewRows, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self,
+        model: GPT,
+        matmul: FewRows,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        team: _Team | None = None,
     ) -> None:
         self._run = native.function("rows", "token_pass", n_pointers=6, n_numbers=3)
         self._model, self._matmul, self._cache = model, matmul, (keys, values)
@@ -330,11 +336,11 @@ class TokenPass:
         self._addresses = [each.ctypes.data for each in self._program]
         self._tables: dict[RotationKind, Any] = {}
         self._n_turned = 0
-        self._team = _Team()
+        self._team = _Team() if team is None else team
         self._n_weights = sum(each.numel() for each in model.parameters())
         self._copied = [weight for weight, _ in self._of.widened]
         self._copied += [weight for _, weight in self._of.narrowed]
-        self._versions = self._count_changes()
+        self._changes = _count_changes(self._copied)
 
     def __call__(self, tokens: Any, positions: Any, slots: Any) -> Tensor:
         """Return logits (R, V) in fp32 after one more token for each of R texts, `tokens` (R,), at
@@ -355,7 +361,7 @@ class TokenPass:
         threads or by one `alone`."""
         if (n_seen := int(rows[1].max()) + 1) > self._n_turned and self._of.turned:
             self._turn(n_seen)
-        if self._copied and self._versions != self._count_changes():
+        if self._copied and self._changes != _count_changes(self._copied):
             self._copy()
         n = rows.shape[1]
         begin, of_row = rows.ctypes.data, n * rows.itemsize
@@ -379,12 +385,7 @@ class TokenPass:
         for linear, weight in self._of.narrowed:
             least = self._matmul.least(weight)
             linear.weight, linear.narrow = least.data_ptr(), least.dtype is torch.bfloat16
-        self._versions = self._count_changes()
-
-    def _count_changes(self) -> float:
-        """Return a number that a change of a copied weight changes; nan, which equals no number, if
-        there is an inference tensor, whose changes PyTorch does not count."""
-        return sum(nan if each.is_inference() else each._version for each in self._copied)
+        self._changes = _count_changes(self._copied)
 
     @torch.inference_mode()
     def is_precise(self) -> bool:
@@ -407,6 +408,12 @@ class TokenPass:
         own, exact = _by_pytorch(model, texts)
         here = _distance(torch.stack(found, 1), exact)
         return here <= max(_MOST_TIMES * _distance(own, exact), _ROUNDOFF * _size(exact))
+
+
+def _count_changes(weights: Iterable[Tensor]) -> float:
+    """Return a number that a change of one of the weights changes; nan, which equals no number, if
+    there is an inference tensor, whose changes PyTorch does not count."""
+    return sum(nan if each.is_inference() else each._version for each in weights)
 
 
 def _by_pytorch(model: GPT, texts: Tensor) -> tuple[Tensor, Tensor]:
@@ -470,13 +477,32 @@ def _is_in_order(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.is_contiguous()
 
 
+class _Known:
+    """What the passes of a model have shown so far: how long they take, and whether they are
+    precise with its weights as they were after so many `changes`, in this `dtype`."""
+
+    def __init__(self) -> None:
+        self.team = _Team()
+        self.changes, self.dtype = nan, torch.float32
+        self.is_precise = False
+
+
+_known: WeakKeyDictionary[GPT, _Known] = WeakKeyDictionary()
+
+
 def token_pass(
     model: GPT, matmul: Matmul, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> TokenPass | None:
     """Return the TokenPass of a model with a cache of `keys` and `values`, (n_slots, G, S, K) for
-    each layer; None if there is an obstacle, or if it is less precise than PyTorch here."""
+    each layer; None if there is an obstacle, or if it is less precise than PyTorch here. That is
+    tried once, and again after a change of the weights."""
     if obstacle(model, matmul) is not None:
         return None
     assert isinstance(matmul, FewRows)
-    found = TokenPass(model, matmul, keys, values)
-    return found if found.is_precise() else None
+    known = _known.setdefault(model, _Known())
+    found = TokenPass(model, matmul, keys, values, known.team)
+    changes, dtype = _count_changes(model.parameters()), model.token_embedding.weight.dtype
+    if known.changes != changes or known.dtype is not dtype:
+        known.is_precise = found.is_precise()
+        known.changes, known.dtype = changes, dtype
+    return found if known.is_precise else None
