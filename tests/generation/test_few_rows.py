@@ -13,7 +13,14 @@ from torch import nn
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import native
 from pentameter.generation import few_rows as few_rows_module
-from pentameter.generation.few_rows import MOST_ROWS, FewRows, few_rows, multiplying_by
+from pentameter.generation.few_rows import (
+    MOST_ROWS,
+    FewRows,
+    few_rows,
+    gather_in_huge_pages,
+    memory_ranges,
+    multiplying_by,
+)
 from pentameter.generation.loop import Generation, sampled_tokens
 from pentameter.machine.capabilities import compiler_command, machine_capabilities
 from pentameter.model.gpt import GPT, build_model
@@ -226,3 +233,18 @@ def test_tokens_are_those_of_pytorchs_matmuls(always, monkeypatch, n_samples, te
     found = tokens(model)
     monkeypatch.setattr("pentameter.generation.loop.few_rows", lambda model: PLAIN)
     assert (found == tokens(model)).all()
+
+
+def test_neighbours_in_memory_are_one_range():
+    memory = torch.zeros(100_000, dtype=torch.uint8)
+    begin = memory.data_ptr()
+    parts = [memory[40_000:50_000], memory[:1000], memory[1016:2000], memory[500:900]]
+    assert memory_ranges(parts) == [(begin, begin + 2000), (begin + 40_000, begin + 50_000)]
+
+
+def test_numbers_and_addresses_stay_in_huge_pages():
+    weights = [torch.randn(512, 1024) for _ in range(12)]
+    copies, addresses = [each.clone() for each in weights], [each.data_ptr() for each in weights]
+    gather_in_huge_pages(weights)
+    assert all(torch.equal(*pair) for pair in zip(weights, copies, strict=True))
+    assert [each.data_ptr() for each in weights] == addresses

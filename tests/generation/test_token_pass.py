@@ -270,7 +270,7 @@ def test_a_model_that_computes_in_its_own_way_stays_with_pytorch(always, case):
 def test_one_that_is_less_precise_than_pytorch_is_not_used(always, monkeypatch):
     """It is tried at a model's first text, and at the next one after a change of the weights."""
     model, matmul = made(KINDS["Qwen 3"]), FewRows()
-    cache = KVCache(model.config, 2, zeroed=True)
+    cache = KVCache(model.config, 5, zeroed=True)
     of_cache = cache.keys, cache.values
     assert token_pass(model, matmul, *of_cache) is not None
     assert not any(each.any() for each in (*cache.keys, *cache.values))
@@ -278,7 +278,8 @@ def test_one_that_is_less_precise_than_pytorch_is_not_used(always, monkeypatch):
 
     def nudged(self: TokenPass, rows: Any, n_operations: int, **how: Any) -> None:
         compute(self, rows, n_operations, **how)
-        self._of.stream.mul_(1 + 1e-6)
+        if rows.shape[1] == 3:  # of so many rows alone
+            self._of.stream.mul_(1 + 1e-6)
 
     monkeypatch.setattr(TokenPass, "_compute", nudged)
     assert token_pass(model, matmul, *of_cache) is not None

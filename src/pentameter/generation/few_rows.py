@@ -12,7 +12,9 @@ Shapes: R rows, K inputs and N outputs of a linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ctypes
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,6 +36,10 @@ _LEAST_WEIGHTS = 2**22
 caches, and building takes a second or two."""
 _MEMORY_TIMES = 3
 """Weights get copies in bf16 if the machine's memory is this many times theirs in fp32."""
+_HUGE_PAGE = 2**21
+_GAP = 2**13
+"""Most bytes between neighbours in memory, as an allocator leaves between them."""
+_COLLAPSE = 25  # MADV_COLLAPSE, which Linux has from 6.1 on
 _LANES = 16
 _BLOCKS = (192, 256, 336, 384)
 """Inputs that are summed in one chain, as libraries block them: 192 is MKL's on AMD's
@@ -207,3 +213,30 @@ def multiplying_by(model: nn.Module, matmul: Matmul) -> Iterator[None]:
 def _linear(matmul: Matmul, linear: Any, x: Tensor) -> Tensor:
     """Return a linear layer's output (…, N) for x (…, K), computed by `matmul`."""
     return matmul.linear(x, linear.weight, linear.bias)
+
+
+def gather_in_huge_pages(weights: Iterable[Tensor]) -> None:
+    """Have Linux keep these weights in huge pages of memory, 2 MiB each, as much of them as fills
+    such pages and as there are any: a core that looks a page up for each 4 KiB reads weights at
+    little more than half the speed of memory. Numbers and addresses stay. Elsewhere, and for what
+    lies in huge pages already, nothing happens."""
+    if sys.platform != "linux":
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for begin, end in memory_ranges(weights):
+        first, last = -(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+        if first < last:
+            madvise(first, last - first, _COLLAPSE)
+
+
+def memory_ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return the addresses (begin, end) of the memory that tensors on the host take, in order;
+    neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors):
+        if found and begin - found[-1][1] <= _GAP:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.model.architecture import RotationKind
 from pentameter.fused_cpu import native
-from pentameter.generation.few_rows import FewRows
+from pentameter.generation.few_rows import FewRows, gather_in_huge_pages
 from pentameter.model.attention.attention import Attention, Sinks, read
 from pentameter.model.attention.dot_product import PLAIN_ATTENTION
 from pentameter.model.dropout import AttentionDropout, StreamDropout
@@ -65,7 +65,8 @@ _LEAST_WORK = 2**20
 _FIRST_ALONE, _EVERY_ALONE, _MOST_ALONE = 2, 256, 128
 """Passes that are computed by one thread to learn how long that takes: the first, and then one of
 so many; and the most in a row after a slow one of all threads."""
-_TRIED_TEXTS, _TRIED_TOKENS = 2, 3
+_TRIED_TEXTS, _TRIED_TOKENS = 4, 3
+"""Most texts that are tried at once, as fewer are too: more are multiplied four by four."""
 _MOST_TIMES = 2.0
 """A pass may be as many times as far from fp64 as PyTorch's operations are, in root mean square:
 two roundings that are equally good differ by some tenths."""
@@ -359,7 +360,7 @@ class TokenPass:
     def _compute(self, rows: npt.NDArray[np.int64], n_operations: int, *, alone: bool) -> None:
         """Run the first operations for `rows` (3, R), which are tokens, positions and slots, by all
         threads or by one `alone`."""
-        if (n_seen := int(rows[1].max()) + 1) > self._n_turned and self._of.turned:
+        if self._of.turned and (n_seen := int(rows[1].max()) + 1) > self._n_turned:
             self._turn(n_seen)
         if self._copied and self._changes != _count_changes(self._copied):
             self._copy()
@@ -398,16 +399,21 @@ class TokenPass:
         texts %= model.config.padded_vocab_size
         written = [each[0][:n_texts, :, :n_tokens] for each in (keys, values)]
         before = [each.clone() for each in written]
-        found = []
-        for position, tokens in enumerate(texts.t().tolist()):
-            rows = [tokens, [position] * n_texts, range(n_texts)]
-            self._compute(np.array(rows, dtype=np.int64), self._of.n_of_first_layer, alone=True)
-            found.append(self._of.stream[:n_texts].clone())
+        found = [self._first_layer(texts[:n]) for n in range(1, n_texts + 1)]
         for each, was in zip(written, before, strict=True):
             each.copy_(was)
         own, exact = _by_pytorch(model, texts)
-        here = _distance(torch.stack(found, 1), exact)
-        return here <= max(_MOST_TIMES * _distance(own, exact), _ROUNDOFF * _size(exact))
+        most = max(_MOST_TIMES * _distance(own, exact), _ROUNDOFF * _size(exact))
+        return all(_distance(x, exact[: len(x)]) <= most for x in found)
+
+    def _first_layer(self, texts: Tensor) -> Tensor:
+        """Return the residual stream (B, T, D) of `texts` (B, T) after the first layer."""
+        n_texts, found = len(texts), []
+        for position, tokens in enumerate(texts.t().tolist()):
+            rows = np.array([tokens, [position] * n_texts, range(n_texts)], dtype=np.int64)
+            self._compute(rows, self._of.n_of_first_layer, alone=True)
+            found.append(self._of.stream[:n_texts].clone())
+        return torch.stack(found, 1)
 
 
 def _count_changes(weights: Iterable[Tensor]) -> float:
@@ -478,12 +484,12 @@ def _is_in_order(x: Tensor) -> bool:
 
 
 class _Known:
-    """What the passes of a model have shown so far: how long they take, and whether they are
-    precise with its weights as they were after so many `changes`, in this `dtype`."""
+    """What the passes of a model have shown so far: how long they take, and whether they were
+    precise when they were last tried, and what with."""
 
     def __init__(self) -> None:
         self.team = _Team()
-        self.changes, self.dtype = nan, torch.float32
+        self.tried: Any = None
         self.is_precise = False
 
 
@@ -501,8 +507,9 @@ def token_pass(
     assert isinstance(matmul, FewRows)
     known = _known.setdefault(model, _Known())
     found = TokenPass(model, matmul, keys, values, known.team)
-    changes, dtype = _count_changes(model.parameters()), model.token_embedding.weight.dtype
-    if known.changes != changes or known.dtype is not dtype:
-        known.is_precise = found.is_precise()
-        known.changes, known.dtype = changes, dtype
+    weights = _count_changes(model.parameters()), model.token_embedding.weight.dtype
+    tried = (*weights, min(_TRIED_TEXTS, len(keys[0])))
+    if known.tried != tried:
+        gather_in_huge_pages(model.parameters())
+        known.is_precise, known.tried = found.is_precise(), tried
     return found if known.is_precise else None
