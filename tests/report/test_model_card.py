@@ -15,7 +15,7 @@ from pentameter.cli.main import main
 from pentameter.config.schema import Config, LoraConfig
 from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.chat import ChatTemplate
+from pentameter.data.tokenizers.chat import CHATML_TEMPLATE, ChatTemplate
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.model.gpt import build_model
 from pentameter.report.pages.model_card import CARD, PICTURE, card_files
@@ -172,8 +172,19 @@ def test_a_chat_model_s_card_shows_a_conversation():
     (program,) = re.findall(r"```python\n(.*?)```", of_file, flags=re.S)
     compile(program, "card", "exec")
     assert "model.create_chat_completion(messages)" in program
+    assert "stop_strings" not in text + of_file
     for said in ("llama-cli -m cats-Q8_0.gguf -cnv\n", "FROM ./cats-Q8_0.gguf", "ollama run"):
         assert said in of_file, said
+
+
+def test_a_card_names_the_text_that_ends_answers_where_no_token_does():
+    bpe = train_bpe([TEXT], 280)
+    bpe.chat = ChatTemplate(CHATML_TEMPLATE)
+    text = card_files(stored_model(bpe), "transformers")[CARD].decode()
+    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    compile(program, "card", "exec")
+    assert """ends = {"stop_strings": ['<|im_end|>'], "tokenizer": tokenizer}""" in program
+    assert "max_new_tokens=100, **ends)" in program
 
 
 def test_llama_cpp_is_named_where_it_can_open_the_model():

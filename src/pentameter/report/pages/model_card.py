@@ -24,6 +24,7 @@ from pentameter.config.fields import values_of
 from pentameter.config.schema import Config
 from pentameter.config.urls import last_part
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
+from pentameter.data.tokenizers.render_client import ends_of_answers
 from pentameter.errors import ConfigError
 from pentameter.planning.flops import padding_elements
 from pentameter.planning.gpt import parameter_table
@@ -100,6 +101,7 @@ def card_files(
         best=_best(stored),
         picture=None if picture is None else PICTURE,
         is_chat=stored.tokenizer.chat is not None,
+        stop_texts=ends_of_answers(stored.tokenizer).texts,
         file=file,
         for_llama_cpp=_is_for_llama_cpp(stored),
         version=package_version(),
