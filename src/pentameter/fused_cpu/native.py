@@ -53,7 +53,12 @@ CHANNELS = 16
 """Divisor that the vector kernels need of channel counts: the fp32 values in one AVX-512
 register."""
 FOLDER = Path(__file__).with_name("cpp")
-FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
+FLAGS = (
+    *("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi"),
+    "--param=avoid-fma-max-bits=0",
+)
+"""With the last one all products are fused with the additions behind them. GCC from 13 on leaves
+that out of some loops of AVX2, and a row's bits depended on how many rows there were."""
 BUILD_SECONDS = 120  # it takes some
 _AVX2 = (
     "-mcx16", "-msahf", "-mpopcnt", "-msse3", "-mssse3", "-msse4.1", "-msse4.2", "-mavx", "-mavx2",
