@@ -154,7 +154,7 @@ inline Floats exponential(Floats x) {
                     5.0000001201e-1f})
         y = y * r + c;
     y = y * (r * r) + (r + 1.0f);
-    y *= (Floats)(((Ints)shifted << 23) + 0x3f800000);
+    y *= (Floats)(((Words)shifted << 23) + 0x3f800000u);
     y = x < lowest ? Floats{} : y;  // a number that is none stays one
     return x > highest ? all(__builtin_inff()) : y;
 }
