@@ -154,6 +154,15 @@ def test_a_weight_that_shows_no_order_is_left_to_pytorch(library):
     assert matmul._kernel(16, torch.eye(64)) is None
 
 
+def test_no_rows_and_a_weight_of_other_strides_are_pytorchs(library):
+    x, weight = made(1, 64, 64)
+    matmul = FewRows()
+    with torch.inference_mode():
+        matmul.linear(x, weight)  # for its shape there is a kernel now
+        assert matmul.linear(x[:0], weight).shape == (0, 64)
+        assert torch.equal(matmul.linear(x, weight.t()), F.linear(x, weight.t()))
+
+
 @pytest.mark.parametrize("case", ["bias", "bf16", "gradients", "unlike strides"])
 def test_what_the_kernels_do_not_compute_is_pytorchs(library, monkeypatch, case):
     x, weight = made(4, 64, 24)

@@ -77,7 +77,7 @@ class FewRows(Matmul):
         n_rows = x.numel() // K
         if (
             bias is not None
-            or n_rows > MOST_ROWS
+            or not 0 < n_rows <= MOST_ROWS
             or x.dtype is not torch.float32
             or torch.is_grad_enabled()
         ):
@@ -87,7 +87,7 @@ class FewRows(Matmul):
         if key not in self._kernels:
             self._kernels[key] = self._kernel(like_rows, weight)
         kernel = self._kernels[key]
-        if kernel is None or not x.is_contiguous():
+        if kernel is None or not (x.is_contiguous() and weight.is_contiguous()):
             return F.linear(x, weight)
         return kernel(x, self.least(weight))
 
