@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -70,6 +71,7 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx
 _AVX512_BF16 = "-mavx512bf16"  # GCC has it from 10 on
 
 _loaded: dict[Name, ctypes.CDLL] = {}
+_told: ContextVar[Callable[..., None] | None] = ContextVar("_told", default=None)
 
 
 def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> str | None:
@@ -247,8 +249,23 @@ def call(library: Name, kernel: str, *arguments: Any) -> int:
     """Call the C++ function `pentameter_<kernel>` of a library, which must be loaded. Structs are
     passed by reference, tensors and tuples of tensors by address, None as null, numbers as int64.
     Returns the function's result, which is meaningless for a function that returns void."""
-    result: int = getattr(_loaded[library], f"pentameter_{kernel}")(*map(_passed, arguments))
+    function = getattr(_loaded[library], f"pentameter_{kernel}")
+    passed = tuple(map(_passed, arguments))
+    result: int = function(*passed)
+    if (tell := _told.get()) is not None:
+        tell(function, passed, arguments)
     return result
+
+
+@contextmanager
+def telling(tell: Callable[..., None]) -> Iterator[None]:
+    """Context manager: within it, `tell` is told each `call`: the C++ function, what was passed to
+    it, which may be passed to it again, and the call's `arguments`."""
+    token = _told.set(tell)
+    try:
+        yield
+    finally:
+        _told.reset(token)
 
 
 def address(of: Struct) -> int:

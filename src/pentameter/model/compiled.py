@@ -187,6 +187,8 @@ class Kernel(Uncompiled):  # or within compiled code the plain form would be com
         """Return the function's result for these arguments."""
         if _PLAIN.get():
             return self._function(*arguments)
+        if _CAPTURED.get():
+            raise CaptureError(f"{self._name} is compiled")
         kind = _kind(arguments)
         is_first = kind not in self._checked
         if is_first:
@@ -253,6 +255,7 @@ class Kernel(Uncompiled):  # or within compiled code the plain form would be com
 _held: dict[str, Level] = {}
 _failures: dict[str, str] = {}
 _PLAIN = ContextVar("_PLAIN", default=False)
+_CAPTURED = ContextVar("_CAPTURED", default=False)
 
 
 def refused() -> dict[str, Level]:
@@ -290,6 +293,21 @@ def plainly() -> Iterator[None]:
         yield
     finally:
         _PLAIN.reset(token)
+
+
+class CaptureError(RuntimeError):
+    """Raised within `capturing` by what cannot be captured as operations."""
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Context manager for code whose operations are captured: a kernel raises CaptureError inside
+    it, as what the compiler has made of its operations cannot be seen."""
+    token = _CAPTURED.set(True)
+    try:
+        yield
+    finally:
+        _CAPTURED.reset(token)
 
 
 def _kind(argument: Any) -> Hashable:

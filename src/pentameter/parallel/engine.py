@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches.step import Batch, evaluation_rows
 from pentameter.errors import ConfigError
+from pentameter.fused_cpu.captured import Replayed
 from pentameter.fused_cpu.vector.linear import folding_once, unfolding_later
 from pentameter.machine.on_host import on_host
 from pentameter.model.loss import AuxiliaryLoss
@@ -213,7 +214,7 @@ class Engine:
             # Per token, not per target: a router routes every token, masked targets or not.
             each.start_step(loss_scale / self.plan.tokens_per_step)
         self.expert_loads.start_step()
-        with self._rounded, folding_once(), adding_in_one_order(self.stage_modules):
+        with self._rounded, adding_in_one_order(self.stage_modules):
             total = self._stages.train(inputs, targets, keys, factor)
         self._reduce_gradients()
         return LossSum(self._shard.sum_losses(total), n_targets)
@@ -361,6 +362,9 @@ class SingleStage:
         self._stage_module = stage_module
         self._plan = plan
         self._alone = alone
+        self._replayed = None
+        if alone and stage_module.is_fused:
+            self._replayed = Replayed(self._passes, stage_module)
 
     def train(
         self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
@@ -375,20 +379,31 @@ class SingleStage:
         FSDP does so. Under tensor or expert parallelism without ZeRO neither does:
         `Engine._reduce_gradients` follows.
         """
+        if self._replayed is None:
+            return self._passes(inputs, targets, keys, factor)
+        # A number would be replayed with the operations.
+        factor = torch.as_tensor(factor, dtype=self._stage_module.arithmetic.weights)
+        return self._replayed(inputs, targets, keys, factor)
+
+    def _passes(
+        self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
+    ) -> Tensor:
+        """Run the passes of `train`."""
         losses = []
         n_rows = len(leaves(inputs)[0])
-        for rows in micro_batches(n_rows, self._plan.micro_batch_size):
-            is_last = rows.stop >= n_rows
-            with (
-                micro_batch(self._trained, self._plan.rules, is_last=is_last),
-                unfolding_later(more_follow=self._alone and not is_last),
-            ):
-                x, y = (map_leaves(itemgetter(rows), each) for each in (inputs, targets))
-                own_keys = None if keys is None else keys[rows]
-                # (1,): `StageModule.forward` gives the model's 0-dim loss a dimension.
-                loss = self._trained(x, y, own_keys)
-                (loss.sum() * factor).backward()
-            losses.append(loss.detach())
+        with folding_once():
+            for rows in micro_batches(n_rows, self._plan.micro_batch_size):
+                is_last = rows.stop >= n_rows
+                with (
+                    micro_batch(self._trained, self._plan.rules, is_last=is_last),
+                    unfolding_later(more_follow=self._alone and not is_last),
+                ):
+                    x, y = (map_leaves(itemgetter(rows), each) for each in (inputs, targets))
+                    own_keys = None if keys is None else keys[rows]
+                    # (1,): `StageModule.forward` gives the model's 0-dim loss a dimension.
+                    loss = self._trained(x, y, own_keys)
+                    (loss.sum() * factor).backward()
+                losses.append(loss.detach())
         return torch.cat(losses).sum()
 
     def evaluate(self, inputs: Tree, targets: Tree) -> Tensor:

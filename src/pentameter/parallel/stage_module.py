@@ -65,6 +65,8 @@ class StageModule(nn.Module):
         self.reads_inputs = model_slice.reads_inputs
         self.has_graph = False
         """Whether training runs the graph that `torch.compile` has made of the slice."""
+        self.is_fused = False
+        """Whether training and evaluation run the operations of `fused_cpu`."""
         self.graph_obstacle: str | None = None
         """The reason that the graph could not be made; then training has gone on eagerly."""
         self._train: Callable[..., Tensor] = self._plain
@@ -213,6 +215,7 @@ class StageModule(nn.Module):
         """Train and evaluate with the fused operations in `fused_cpu`, which support full GPTs
         only."""
         assert isinstance(self.model, GPT)
+        self.is_fused = True
         self._train = self._evaluate = partial(_fused, self.model, self.arithmetic.products)
 
     def allocate(self, device: torch.device) -> None:
