@@ -24,6 +24,7 @@
 #define SYS_arch_prctl SYS_sched_yield
 
 typedef float __m512 __attribute__((vector_size(64), aligned(64)));
+typedef float __m128 __attribute__((vector_size(16), aligned(16)));
 typedef int64_t __m512i __attribute__((vector_size(64), aligned(64)));
 typedef int64_t __m256i __attribute__((vector_size(32), aligned(32)));
 typedef int16_t __m512bh __attribute__((vector_size(64), aligned(64)));
@@ -78,6 +79,7 @@ __m512 each_lane(Each each) {
 #define _mm256_loadu_si256(from) emulated::load<__m256i>(from)
 inline void _mm512_storeu_ps(void* to, __m512 x) { std::memcpy(to, &x, sizeof x); }
 inline void _mm512_store_ps(void* to, __m512 x) { std::memcpy(to, &x, sizeof x); }
+inline void _mm_storeu_ps(void* to, __m128 x) { std::memcpy(to, &x, sizeof x); }
 inline void _mm512_storeu_si512(void* to, __m512i x) { std::memcpy(to, &x, sizeof x); }
 inline void _mm512_store_si512(void* to, __m512i x) { std::memcpy(to, &x, sizeof x); }
 inline void _mm256_storeu_si256(void* to, __m256i x) { std::memcpy(to, &x, sizeof x); }
@@ -107,6 +109,12 @@ inline void _mm512_mask_storeu_ps(float* to, __mmask16 mask, __m512 x) {
 }
 inline __m512 _mm512_maskz_mov_ps(__mmask16 mask, __m512 x) {
     return emulated::each_lane([=](int i) { return mask >> i & 1 ? x[i] : 0.0f; });
+}
+inline __m512 _mm512_maskz_compress_ps(__mmask16 mask, __m512 x) {
+    __m512 y{};
+    for (int i = 0, n = 0; i < 16; i++)
+        if (mask >> i & 1) y[n++] = x[i];
+    return y;
 }
 inline __m512 _mm512_mask_max_ps(__m512 other, __mmask16 mask, __m512 x, __m512 y) {
     return emulated::each_lane(
@@ -154,6 +162,7 @@ inline __m512i _mm512_slli_epi32(__m512i x, int n) { return (__m512i)((emulated:
 // Casts, halves and bf16.
 
 inline __m512 _mm512_castsi512_ps(__m512i x) { return (__m512)x; }
+inline __m128 _mm512_castps512_ps128(__m512 x) { return emulated::load<__m128>(&x); }
 inline __m512i _mm512_castsi256_si512(__m256i x) {
     __m512i y{};
     std::memcpy(&y, &x, sizeof x);
@@ -220,7 +229,7 @@ inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh x, __m512bh y) {
     return __builtin_convertvector(to, __m512);
 }
 
-// Shuffles, within each 128 bits but for the last.
+// Shuffles, within each 128 bits but for the last two.
 
 template <class T, int first>
 __m512i unpacked(__m512i x, __m512i y) {
@@ -239,11 +248,17 @@ inline __m512i _mm512_unpacklo_epi32(__m512i x, __m512i y) { return unpacked<int
 inline __m512i _mm512_unpackhi_epi32(__m512i x, __m512i y) { return unpacked<int32_t, 1>(x, y); }
 inline __m512i _mm512_unpacklo_epi64(__m512i x, __m512i y) { return unpacked<int64_t, 0>(x, y); }
 inline __m512i _mm512_unpackhi_epi64(__m512i x, __m512i y) { return unpacked<int64_t, 1>(x, y); }
+inline __m512 _mm512_permute_ps(__m512 x, int which) {
+    return emulated::each_lane([=](int i) { return x[(i & ~3) + (which >> 2 * (i & 3) & 3)]; });
+}
 inline __m512i _mm512_shuffle_i32x4(__m512i x, __m512i y, int which) {
     char out[64];
     for (int i = 0; i < 4; i++)
         std::memcpy(out + 16 * i, (const char*)(i < 2 ? &x : &y) + 16 * (which >> 2 * i & 3), 16);
     return emulated::load<__m512i>(out);
+}
+inline __m512 _mm512_shuffle_f32x4(__m512 x, __m512 y, int which) {
+    return (__m512)_mm512_shuffle_i32x4((__m512i)x, (__m512i)y, which);
 }
 
 // Tiles: rows of up to 64 bytes. What the processor would raise an exception for ends the process.

@@ -34,11 +34,23 @@ FLOATS(reduce_add, _mm512_set1_ps(_mm512_reduce_add_ps(x)))
 FLOATS(reduce_max, _mm512_set1_ps(_mm512_reduce_max_ps(x)))
 FLOATS(masked_max, _mm512_mask_max_ps(z, _cvtu32_mask16(MASK), x, y))
 FLOATS(masked_move, _mm512_maskz_mov_ps(_cvtu32_mask16(MASK), x))
+FLOATS(compressed, _mm512_maskz_compress_ps(_cvtu32_mask16(MASK), x))
+FLOATS(permuted_4e, _mm512_permute_ps(x, 0x4e))
+FLOATS(permuted_b1, _mm512_permute_ps(x, 0xb1))
+FLOATS(quarters_44, _mm512_shuffle_f32x4(x, y, 0x44))
+FLOATS(quarters_ee, _mm512_shuffle_f32x4(x, y, 0xee))
+FLOATS(quarters_88, _mm512_shuffle_f32x4(x, y, 0x88))
+FLOATS(quarters_dd, _mm512_shuffle_f32x4(x, y, 0xdd))
 FLOATS(masked_load, _mm512_maskz_loadu_ps(_cvtu32_mask16(MASK), a))
 
 extern "C" void masked_store(float* out, const float* a, const float*, const float* c) {
     _mm512_storeu_ps(out, _mm512_loadu_ps(c));
     _mm512_mask_storeu_ps(out, _cvtu32_mask16(MASK), _mm512_loadu_ps(a));
+}
+
+extern "C" void quarter_stored(float* out, const float* a, const float* b, const float*) {
+    _mm512_storeu_ps(out, _mm512_loadu_ps(b));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_loadu_ps(a)));
 }
 
 WORDS(add_words, _mm512_add_epi32(x, y))

@@ -118,6 +118,15 @@ def test_every_instruction_of_the_kernels_is_tested():
     assert not [name for name in sorted(used) if name not in tested]
 
 
+def shuffled(x, y, which):
+    x, y = x.view(4, 4), y.view(4, 4)
+    return torch.cat([(x, y)[i // 2][which >> 2 * i & 3] for i in range(4)])
+
+
+def permuted(x, which):
+    return x.view(4, 4)[:, [which >> 2 * i & 3 for i in range(4)]].flatten()
+
+
 OF_FLOATS = {
     "add": lambda x, y, z: x + y,
     "sub": lambda x, y, z: x - y,
@@ -130,6 +139,14 @@ OF_FLOATS = {
     "masked_max": lambda x, y, z: torch.where(MASK, torch.where(x > y, x, y), z),
     "masked_move": lambda x, y, z: torch.where(MASK, x, 0.0),
     "masked_load": lambda x, y, z: torch.where(MASK, x, 0.0),
+    "compressed": lambda x, y, z: torch.cat((x[MASK], torch.zeros(int((~MASK).sum())))),
+    "permuted_4e": lambda x, y, z: permuted(x, 0x4E),
+    "permuted_b1": lambda x, y, z: permuted(x, 0xB1),
+    "quarters_44": lambda x, y, z: shuffled(x, y, 0x44),
+    "quarters_ee": lambda x, y, z: shuffled(x, y, 0xEE),
+    "quarters_88": lambda x, y, z: shuffled(x, y, 0x88),
+    "quarters_dd": lambda x, y, z: shuffled(x, y, 0xDD),
+    "quarter_stored": lambda x, y, z: torch.cat((x[:4], y[4:])),
     "masked_store": lambda x, y, z: torch.where(MASK, x, z),
     "rounded": lambda x, y, z: torch.cat((low(x), low(y))).view(torch.float32),
     "rounded_half": lambda x, y, z: torch.cat((x[:8], low(y).view(torch.float32))),
@@ -192,11 +209,6 @@ def test_the_largest_lane(library):
 def unpacked(x, y, first, size):
     x, y = (each.view(4, 2, 2 // size, size)[:, first] for each in (x, y))
     return torch.stack((x, y), 2).flatten()
-
-
-def shuffled(x, y, which):
-    x, y = x.view(4, 4), y.view(4, 4)
-    return torch.cat([(x, y)[i // 2][which >> 2 * i & 3] for i in range(4)])
 
 
 def halves(x):
