@@ -148,9 +148,12 @@ def wait_on_nccl(*roles: str) -> None:
     path = activity_path(Path(os.environ[LAUNCH_FOLDER]), rank())
     activity.Activity(path, 600).note("training", 7)
     record = flight_record([*range(len(roles))], waits=role != "hangs")
-    Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{rank()}").write_bytes(pickle.dumps(record))
+    files = [Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{each}") for each in range(len(roles))]
+    files[rank()].write_bytes(pickle.dumps(record))
     if role == "hangs":
         oversleep()
+    while not all(each.exists() for each in files):  # a slow one would be taken for who hangs
+        time.sleep(0.05)
     time.sleep(0.2)
     if role == "aborted":
         os.abort()
