@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_sides import random_batches
 from pentameter.config.files.load import load_config
 from pentameter.fused_cpu import native
-from pentameter.fused_cpu.captured import Replayed
+from pentameter.fused_cpu.captured import CapturedPasses
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.compiled import Kernel, plainly
 from pentameter.optim.build import build_optimizer
@@ -181,7 +181,7 @@ def counting(amx: bool) -> Iterator[Count]:
         if amx:
             stack.enter_context(patch.dict(native._loaded, AMX=object()))
         # Replayed operations would not say whose they are.
-        anew = patch.object(Replayed, "__call__", lambda step, *batch: step._function(*batch))
+        anew = patch.object(CapturedPasses, "__call__", lambda step, *batch: step._function(*batch))
         stack.enter_context(anew)
         stack.enter_context(count)
         yield count

@@ -9,7 +9,7 @@ import torch
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.fused_cpu import captured, functions, native
-from pentameter.fused_cpu.captured import Replayed
+from pentameter.fused_cpu.captured import CapturedPasses
 from pentameter.model import compiled
 from pentameter.model.compiled import plainly
 from pentameter.parallel.assemble import assemble
@@ -63,7 +63,7 @@ def trained(engine, steps):
 
 
 def never_captured(engine):
-    engine._stages._replayed = None
+    engine._stages._captured = None
     return engine
 
 
@@ -150,7 +150,7 @@ def test_what_depends_on_a_number_is_not_captured():
         loss.backward()
         return loss.detach()
 
-    replayed = Replayed(passes, module)
+    replayed = CapturedPasses(passes, module)
     for x in (torch.ones(3, 2), -torch.ones(3, 2)):
         module.zero_grad()
         assert torch.equal(replayed(x), passes(x))

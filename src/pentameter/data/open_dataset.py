@@ -114,9 +114,8 @@ def _opening(dataset: Dataset) -> Sequence[int]:
     whole = first if split.beginning else split  # of a stream, the rest is not known yet
     apart = _TIMES_APART * tokenizer.vocab_size
     n_documents = len(whole.document_starts)
-    if n_documents >= _LEAST_DOCUMENTS and whole.n_tokens <= n_documents * apart:
-        return ()
-    if not first.n_tokens:
+    knows_beginnings = n_documents >= _LEAST_DOCUMENTS and whole.n_tokens <= n_documents * apart
+    if knows_beginnings or not first.n_tokens:
         return ()
     counts = np.bincount(first.tokens[:], minlength=tokenizer.vocab_size)
     try:

@@ -30,9 +30,10 @@ Operation = tuple[Callable[..., object], Sequence[Any], Mapping[str, Any]]
 """Type of an operation to replay: the function, its arguments, and those by name."""
 
 
-class Replayed:
-    """A function of tensors that leaves gradients in the `.grad` of a module's parameters, called
-    like the function itself. The first call captures its operations, later ones replay them.
+class CapturedPasses:
+    """Forward and backward passes: a function of tensors that leaves gradients in the `.grad` of a
+    module's parameters, called like the function itself. The first call captures its operations,
+    later ones replay them.
 
     Results and gradients lie where the next call writes its own. A call captures anew if tensors
     have other shapes, or the module's lie elsewhere, than in the call before. The function itself

@@ -101,8 +101,8 @@ class Detokenizer:
         return piece
 
     def _before_stop(self, piece: str) -> str:
-        """Return what of the decoded text, of which `piece` is new, can be shown; end the sample
-        where it has a stop text."""
+        """Return the text that can be shown now that `piece` is decoded; end the sample at a stop
+        text."""
         if not self._has_stops:
             return piece
         # What later ids may change, such as the byte of a line's end, may complete a stop text.

@@ -27,7 +27,7 @@ class Prompt:
     ids: Tokens
     """Token ids (n,), at least one."""
     ends: Ends = NO_ENDS
-    """What ends the sample, such as the end of an answer."""
+    """The tokens and texts that end the sample, such as the end of an answer."""
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:

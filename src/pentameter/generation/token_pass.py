@@ -484,8 +484,8 @@ def _is_in_order(x: Tensor) -> bool:
 
 
 class _Known:
-    """What the passes of a model have shown so far: how long they take, and whether they were
-    precise when they were last tried, and what with."""
+    """The findings about a model's passes, kept for its next texts: how long they take, and whether
+    they were precise when they were `tried`, with which weights and rows."""
 
     def __init__(self) -> None:
         self.team = _Team()

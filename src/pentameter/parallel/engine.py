@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches.step import Batch, evaluation_rows
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu.captured import Replayed
+from pentameter.fused_cpu.captured import CapturedPasses
 from pentameter.fused_cpu.vector.linear import folding_once, unfolding_later
 from pentameter.machine.on_host import on_host
 from pentameter.model.loss import AuxiliaryLoss
@@ -362,9 +362,9 @@ class SingleStage:
         self._stage_module = stage_module
         self._plan = plan
         self._alone = alone
-        self._replayed = None
+        self._captured = None
         if alone and stage_module.is_fused:
-            self._replayed = Replayed(self._passes, stage_module)
+            self._captured = CapturedPasses(self._passes, stage_module)
 
     def train(
         self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
@@ -379,11 +379,11 @@ class SingleStage:
         FSDP does so. Under tensor or expert parallelism without ZeRO neither does:
         `Engine._reduce_gradients` follows.
         """
-        if self._replayed is None:
+        if self._captured is None:
             return self._passes(inputs, targets, keys, factor)
         # A number would be replayed with the operations.
         factor = torch.as_tensor(factor, dtype=self._stage_module.arithmetic.weights)
-        return self._replayed(inputs, targets, keys, factor)
+        return self._captured(inputs, targets, keys, factor)
 
     def _passes(
         self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float

@@ -115,7 +115,7 @@ class ServedModel:
 
     @cached_property
     def ends_of_answers(self) -> Ends:
-        """What ends an answer."""
+        """The tokens and texts that end an answer."""
         return ends_of_answers(self.tokenizer, self.render)
 
     @cached_property

@@ -33,7 +33,7 @@ NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
 class Ends(NamedTuple):
-    """What ends a text that a model writes, and is not part of it."""
+    """The tokens and texts that end a text of a model, and are no part of it."""
 
     tokens: frozenset[int] = frozenset()
     """Ids of tokens."""

@@ -118,11 +118,11 @@ def render(template: ChatTemplate, asked: RenderRequest) -> str:
 def ends_of_answers(
     tokenizer: Tokenizer, render_by: Callable[[RenderRequest], str] | None = None
 ) -> Ends:
-    """Return what ends an answer, by what the tokenizer's chat template writes after one. Tokens:
+    """Return the tokens and texts that end an answer in the tokenizer's chat template. Tokens:
     the special tokens after a plain answer (all special tokens if there are none), the last special
-    token after an answer that calls a tool, and the end of text. Texts: what it writes after a
-    plain answer, without the white space around it, if no special token is there, as the tokenizer
-    lacks them.
+    token after an answer that calls a tool, and the end of text. Texts: the one after a plain
+    answer, without the white space around it, if no special token is there, as the tokenizer lacks
+    them.
 
     render_by: renders a request by that template; None starts a process for it.
     """
@@ -149,7 +149,7 @@ def _behind(
     render_by: Callable[[RenderRequest], str],
     *later: Mapping[str, Any],
 ) -> str:
-    """Return what a template writes after the text _ANSWER, which the message `answer` contains,
+    """Return the text that a template writes after _ANSWER, which the message `answer` contains,
     without white space at its end; empty if it refuses the messages, which the `later` ones
     end."""
     messages = [QUESTION, {"role": "assistant", **answer}, *later]
