@@ -96,6 +96,23 @@ def test_older_compilers_build_the_vector_kernels(
     assert "the AMX kernels cannot be built" in str(native.load("AMX", machine("AMX")))
 
 
+def test_a_slow_compiler_is_waited_for(machine, monkeypatch, tmp_path, capsys):
+    """What a step computes with does not depend on how busy the machine is."""
+    compiler = tmp_path / "g++-slow"
+    compiler.write_text('#!/bin/sh\nsleep 0.3\nfor last; do :; done\n: > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(native, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: path)
+    assert native.load("vector", machine("AVX2")) is None
+    said = (
+        f"pentameter: the vector kernels are still being compiled by {compiler}, which happens once"
+    )
+    assert capsys.readouterr().err == f"{said}\n"
+    assert native.load("vector", machine("AVX2")) is None
+    assert not capsys.readouterr().err
+
+
 @X86
 @pytest.mark.parametrize("name", native.FILES)
 def test_a_library_is_built_once(machine, monkeypatch, tmp_path, name):

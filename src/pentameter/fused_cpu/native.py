@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from pentameter.config.schema import ModelConfig
 from pentameter.disk.atomic import FolderExistsError
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.lock import building
-from pentameter.errors import StorageError
+from pentameter.errors import StorageError, remark
 from pentameter.machine.capabilities import Capabilities, CpuCapabilities, compiler_command
 from pentameter.machine.cores_and_memory import n_usable_cores
 from pentameter.machine.kernel_checks import LEVELS, Level
@@ -60,7 +61,7 @@ FLAGS = (
 )
 """With the last one all products are fused with the additions behind them. GCC from 13 on leaves
 that out of some loops of AVX2, and a row's bits depended on how many rows there were."""
-BUILD_SECONDS = 120  # it takes some
+SLOW_SECONDS = 60.0  # to build a library; a quiet machine takes some ten
 _AVX2 = (
     "-mcx16", "-msahf", "-mpopcnt", "-msse3", "-mssse3", "-msse4.1", "-msse4.2", "-mavx", "-mavx2",
     "-mbmi", "-mbmi2", "-mf16c", "-mfma", "-mlzcnt", "-mmovbe", "-mxsave",
@@ -79,7 +80,8 @@ def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> st
     the cache. Return None on success, else a phrase that says why not: CPU, system or compiler.
 
     capabilities: this machine's. level: the compiler's level of optimization. Never raises: without
-    the library a run is slower, not impossible.
+    the library a run is slower, not impossible. However long the compiler takes, it is waited for:
+    else a run's bits would depend on what else the machine does.
     """
     if (obstacle := machine_obstacle(name, capabilities)) is not None:
         return obstacle
@@ -95,7 +97,7 @@ def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> st
             path = build(name, (level, *(flag for flag in machine if flag != _AVX512_BF16)))
         library = ctypes.CDLL(str(path))
         works = name != "AMX" or library.pentameter_amx_works() == 1
-    except (OSError, StorageError, subprocess.SubprocessError) as error:
+    except (OSError, StorageError, CompilerError) as error:
         return f"the {name} kernels cannot be built: {error}"
     if not works:
         return "the system does not let this process use AMX"
@@ -143,7 +145,8 @@ def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
 def build(name: Name, machine: Sequence[str]) -> Path:
     """Return the path to a compiled library in the cache, compiling it unless it exists: its
     sources side by side on the cores at hand. If several processes ask for it at once, such as the
-    ranks of a machine, one compiles and the others wait.
+    ranks of a machine, one compiles and the others wait. After SLOW_SECONDS a line on stderr says
+    what is waited for.
 
     `machine` are the compiler's level of optimization and instruction set. The folder is named by a
     hash over sources and flags, so that it is never out of date.
@@ -151,7 +154,6 @@ def build(name: Name, machine: Sequence[str]) -> Path:
     Raises:
         CompilerError: the compiler fails, or there is none.
         StorageError: the cache cannot be written.
-        subprocess.TimeoutExpired: the compiler takes more than BUILD_SECONDS.
     """
     headers = sorted(FOLDER.glob("*.h"))
     sources, flags = [FOLDER / f"{file}.cpp" for file in FILES[name]], (*FLAGS, *machine)
@@ -165,6 +167,9 @@ def build(name: Name, machine: Sequence[str]) -> Path:
     if compiler is None:
         raise CompilerError("no C++ compiler found")
     with (
+        _saying_that(
+            f"the {name} kernels are still being compiled by {compiler}, which happens once"
+        ),
         suppress(FolderExistsError),
         building(folder) as part,
         tempfile.TemporaryDirectory() as own,
@@ -181,17 +186,27 @@ def build(name: Name, machine: Sequence[str]) -> Path:
     return library
 
 
-class CompilerError(subprocess.SubprocessError):
+@contextmanager
+def _saying_that(line: str) -> Iterator[None]:
+    """Context manager: `line` is printed for the user if the `with` block takes SLOW_SECONDS."""
+    timer = threading.Timer(SLOW_SECONDS, remark, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class CompilerError(Exception):
     """Raised when the C++ compiler fails, with its first words, or cannot be found."""
 
 
 def _compile(command: Sequence[str]) -> None:
-    """Run the compiler. Raises CompilerError with its first words if it fails or cannot be started,
-    subprocess.TimeoutExpired if it takes more than BUILD_SECONDS."""
+    """Run the compiler. Raises CompilerError with its first words if it fails or cannot be
+    started."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise CompilerError(str(error)) from error
     if done.returncode != 0:
