@@ -135,6 +135,7 @@ def test_processes_that_need_a_library_at_once_build_it_once(tmp_path, monkeypat
     compiler.write_text(f'#!/bin/sh\necho call >> {calls}\nexec g++ "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code = (
         "from pentameter.fused_cpu import native; "
         "print(native.build('rows', ('-O0', *native._AVX2)))"
