@@ -460,7 +460,20 @@ def test_other_programs_words_for_experts_are_understood(key):
         ),
         (
             {"n_experts": 4, "router_groups": 2, "router_open_groups": 1, "router_group_scores": 3},
-            "into groups of at least model.router.group_scores=3",
+            "into groups of at least model.router.group_scores=3; possible: 1",
+        ),
+        (
+            {"n_experts": 8, "router_groups": 8, "router_open_groups": 1},
+            "into groups of at least model.router.group_scores=2; possible: 1, 2, 4",
+        ),
+        (
+            {
+                "n_experts": 1,
+                "experts_per_token": 1,
+                "router_groups": 1,
+                "router_open_groups": 1,
+            },
+            "into groups of at least model.router.group_scores=2; set that to at most 1",
         ),
         ({"n_experts": 4, "router_group_scores": 1}, "model.router.group_scores=1 compares groups"),
         (

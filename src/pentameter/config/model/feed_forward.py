@@ -18,7 +18,7 @@ from pentameter.config.section import (
     Switch,
     Width,
 )
-from pentameter.errors import listed, nearest_divisors
+from pentameter.errors import divisors, listed
 
 
 class FeedForwardConfig(Section):
@@ -200,10 +200,11 @@ class RouterConfig(Section):
         if groups is None or n_open is None:
             return
         if E % groups or E // groups < self.group_scores:
+            possible = [n for n in divisors(E) if E // n >= self.group_scores]
+            remedy = f"possible: {listed(possible)}" if possible else f"set that to at most {E}"
             raise ValueError(
                 f"model.router.groups={groups} must divide model.experts.count={E} into groups of "
-                f"at least model.router.group_scores={self.group_scores}; nearest possible: "
-                f"{listed(nearest_divisors(E, groups))}"
+                f"at least model.router.group_scores={self.group_scores}; {remedy}"
             )
         if n_open > groups or n_open * E // groups < k:
             raise ValueError(
