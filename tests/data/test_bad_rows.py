@@ -43,7 +43,7 @@ def opened(path, warnings=None, **settings):
 @pytest.mark.parametrize("kind", [kind for kind in BAD if kind != "reserved"])
 def test_a_bad_row_is_refused_or_left_out(tmp_path, kind):
     path = lines(tmp_path / "x.jsonl", *GOOD[:2], BAD[kind], *GOOD[2:])
-    with pytest.raises(CorruptError, match=r"x\.jsonl, line 3.*--data\.bad-rows skip leaves such"):
+    with pytest.raises(CorruptError, match=r"x\.jsonl, line 3.*--data\.bad-rows skip .*leaves"):
         opened(path)
     for _ in range(2):  # made, and found in the cache
         warnings = []
@@ -52,6 +52,27 @@ def test_a_bad_row_is_refused_or_left_out(tmp_path, kind):
         (warning,) = (each for each in warnings if "left out" in each)
         assert warning.startswith("1 of 7 rows is left out (data.bad_rows='skip'): ")
         assert "x.jsonl, line 3" in warning
+
+
+TEXTS = [json.dumps({"text": f"text {n}"}) for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "at"),
+    [('{"text": ', 0), ('{"text": ', 3), ('{"body": "b"}', 3), ('{"text": 7}', 0), ("3", 0)],
+)
+def test_a_refused_text_row_says_how_it_is_left_out(tmp_path, bad, at):
+    path = lines(tmp_path / "x.jsonl", *TEXTS[:at], bad, *TEXTS[at:])
+    refusal = rf"line {at + 1}.*--data\.bad-rows skip .*leaves such"
+    with pytest.raises(CorruptError, match=refusal):
+        opened(path, tokenizer="char", chat_template=None)
+
+
+def test_json_that_is_none_is_refused_by_its_line_and_column(tmp_path):
+    path = lines(tmp_path / "x.jsonl", *TEXTS[:2], '{"text": "a" "b"}')
+    refusal = r"line 3 is not JSON \(Expecting ',' delimiter, column 14\)"
+    with pytest.raises(CorruptError, match=refusal):
+        opened(path, tokenizer="char", chat_template=None)
 
 
 def test_what_is_left_out_changes_nothing_of_the_rest(tmp_path):

@@ -394,8 +394,11 @@ def _parsed(record: str, field: str, where: str) -> Row:
     try:
         parsed = json.loads(record)
     except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):  # its line is the record's, which is one
+            reason = f"{error.msg}, column {error.colno}"
         return BadRowError(
-            f"{where} is not JSON ({error}); JSONL has one object a line, with its text in "
+            f"{where} is not JSON ({reason}); JSONL has one object a line, with its text in "
             f"{field!r}"
         )
     if not isinstance(parsed, dict):

@@ -61,7 +61,7 @@ class Text(Corpus):
         """
         files = self.files
         documents: Documents = (each for file in files for each in file.documents(self.contents))
-        if self.contents.bad_rows == SKIP:
+        if rows is not None or self.contents.bad_rows == SKIP:
             documents = _with_text(documents, rows or RowsRead(SKIP))
         return documents if self.max_bytes is None else first_bytes(documents, self.max_bytes)
 

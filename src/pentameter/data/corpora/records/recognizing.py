@@ -16,7 +16,7 @@ from pentameter.data.corpora.records.forms import (
     record_fields,
 )
 from pentameter.data.corpora.records.json_array import holds_records
-from pentameter.data.corpora.records.rows import SKIP, BadRowError, has_field
+from pentameter.data.corpora.records.rows import SKIP, BadRowError, RowsRead, has_field
 from pentameter.data.corpora.tables import is_table
 from pentameter.errors import CorruptError
 
@@ -58,11 +58,14 @@ def hold_conversations(
     if contents.form != AUTO:
         return True
     rows = itertools.chain.from_iterable(file.records(contents, record_fields()) for file in files)
+    unusable = RowsRead(contents.bad_rows)
     refused: CorruptError | None = None
     for row, where in itertools.islice(rows, ROWS_LOOKED_AT):
+        if isinstance(row, BadRowError):
+            unusable.leave_out(row)
+            refused = refused or row
+            continue
         try:
-            if isinstance(row, BadRowError):
-                raise row
             if has_field(row, contents.text_field):
                 warnings += _also_fits(row, contents.text_field, where)
                 return False

@@ -45,7 +45,9 @@ class RowsRead:
         """Count a row that is left out, by the error that says why. Raises a BadRowError where such
         rows are refused, which also says how they are left out."""
         if not self._is_skipping:
-            raise BadRowError(f"{error}; --data.bad-rows skip leaves such rows out") from error
+            raise BadRowError(
+                f"{error}; --data.bad-rows skip (in prepare --bad-rows skip) leaves such rows out"
+            ) from error
         self.n_left_out += 1
         if len(self._first) < BAD_ROWS_SHOWN:
             reason = str(error)
