@@ -8,6 +8,7 @@ import torch
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
+from pentameter.errors import ConfigError
 from pentameter.fused_cpu import captured, functions, native
 from pentameter.fused_cpu.captured import CapturedPasses
 from pentameter.model import compiled
@@ -97,6 +98,26 @@ def test_replays_have_the_bits_of_what_they_replay(
     assert are_equal(trained(engines[0], range(4)), expected)
     if variant != "experts":  # which ask for their numbers of rows where no kernel multiplies
         assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("array", "wrong", "said"),
+    [
+        ("targets", 13, r"batch.targets from -1 to 13, outside -1 … 12 .*; -1 is a target that"),
+        ("targets", -100, "batch.targets from -100 to"),  # as elsewhere none is called
+        ("inputs", 13, r"batch.inputs from 0 to 13, outside 0 … 12 \(model.vocab_size=13\)$"),
+        ("inputs", -1, "batch.inputs from -1 to"),
+    ],
+)
+def test_ids_that_the_model_does_not_have_are_refused(loaded, graphs, array, wrong, said):
+    """Kernels read where an id says, captured ones without a look at it."""
+    engine = engine_of()
+    trained(engine, range(1))
+    batch = batch_of(1)
+    getattr(batch, array)[3, 4] = wrong
+    for read in (lambda it: engine.forward_backward(it, 1), engine.evaluate, engine.row_losses):
+        with pytest.raises(ConfigError, match=said):
+            read(batch)
 
 
 def test_kernels_on_tiles_are_replayed(loaded, emulated_tiles, graphs):

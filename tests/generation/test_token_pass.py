@@ -11,6 +11,7 @@ from threads import check_same_on_any_threads
 
 from pentameter.config.model.rope_scaling import RopeScalingConfig
 from pentameter.config.schema import ModelConfig
+from pentameter.errors import ConfigError
 from pentameter.fused_cpu import native
 from pentameter.generation import few_rows as few_rows_module
 from pentameter.generation import token_pass as token_pass_module
@@ -233,6 +234,27 @@ def test_changes_of_weights_are_seen(width, weights):
             model.get_parameter("blocks.1.mlp.up.weight").mul_(factor)
         expected = passed(model, 1)([5], [0], [0])
         assert torch.equal(one_call([5], [0], [0]), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (([36, 37], [0, 0], [0, 1]), "token id 37 of text 1 .* 0 … 36; encode .* tokenizer"),
+        (([-1, 0], [0, 0], [0, 1]), "token id -1 of text 0"),
+        (([0], [CONTEXT], [0]), f"position {CONTEXT} of text 0 is outside the model's 0 … 149$"),
+        (([0], [0], [2]), "slot 2 of text 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(always, rows, said):
+    """The kernel reads where they say."""
+    with pytest.raises(ConfigError, match=said):
+        passed(made({}), 2)(*rows)
+
+
+def test_a_prompt_of_one_unknown_token_is_refused(always):
+    steps = sampled_tokens(made({}), np.array([37]), 37, Generation(max_new_tokens=2))
+    with pytest.raises(ConfigError, match="token id 37"):
+        next(steps)
 
 
 @pytest.mark.parametrize("case", WITHOUT)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.model.architecture import RotationKind
+from pentameter.errors import ConfigError
 from pentameter.fused_cpu import native
 from pentameter.generation.few_rows import FewRows, gather_in_huge_pages
 from pentameter.model.attention.attention import Attention, Sinks, read
@@ -335,6 +336,10 @@ class TokenPass:
             np.array([native.address(each) for each in self._of.all], dtype=np.uint64),
         )
         self._addresses = [each.ctypes.data for each in self._program]
+        n_positions = min(keys[0].shape[2], model.config.context_length)
+        self._limits = np.array(
+            [[len(model.token_embedding.weight)], [n_positions], [len(keys[0])]], dtype=np.uint64
+        )
         self._tables: dict[RotationKind, Any] = {}
         self._n_turned = 0
         self._team = _Team() if team is None else team
@@ -346,8 +351,11 @@ class TokenPass:
     def __call__(self, tokens: Any, positions: Any, slots: Any) -> Tensor:
         """Return logits (R, V) in fp32 after one more token for each of R texts, `tokens` (R,), at
         these `positions` of the texts in the cache's `slots`, no slot twice: integers on the host.
-        The logits are valid until the next call."""
+        The logits are valid until the next call. Raises ConfigError for a number out of range,
+        which the kernel would take for an address."""
         rows, n_rows = np.array([tokens, positions, slots], dtype=np.int64), len(tokens)
+        if not (rows.view(np.uint64) < self._limits).all():  # those below 0 are large ones
+            raise ConfigError(_out_of_range(rows, self._limits))
         if self._n_weights * n_rows < _LEAST_WORK:
             self._compute(rows, len(self._of.all), alone=True)
         else:
@@ -414,6 +422,16 @@ class TokenPass:
             self._compute(rows, self._of.n_of_first_layer, alone=True)
             found.append(self._of.stream[:n_texts].clone())
         return torch.stack(found, 1)
+
+
+def _out_of_range(rows: npt.NDArray[np.int64], limits: npt.NDArray[np.uint64]) -> str:
+    """Return the error for `rows` (3, R), tokens, positions and slots, that do not lie below
+    `limits` (3, 1): a sentence about the first such number."""
+    kind, row = np.argwhere(rows.view(np.uint64) >= limits)[0]
+    name = ("token id", "position", "slot")[kind]
+    remedy = "; encode texts with the model's own tokenizer" if kind == 0 else ""
+    last = limits[kind, 0] - 1
+    return f"{name} {rows[kind, row]} of text {row} is outside the model's 0 … {last}{remedy}"
 
 
 def _count_changes(weights: Iterable[Tensor]) -> float:

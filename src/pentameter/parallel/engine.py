@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pentameter.data.batches.step import Batch, evaluation_rows
+from pentameter.data.batches.step import Batch, evaluation_rows, refuse_unknown_ids
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu.captured import CapturedPasses
 from pentameter.fused_cpu.vector.linear import folding_once, unfolding_later
@@ -451,7 +451,12 @@ class BatchShard:
 
     def tensors(self, batch: Batch) -> tuple[Tree, Tree]:
         """Return the batch's inputs and targets, (B, …) each, at this rank's positions, on the
-        device."""
+        device. Raises ConfigError for a token id that a GPT does not have: the kernels of its
+        embedding and its loss read where an id says."""
+        vocab_size = self.plan.config.model.vocab_size
+        if self.plan.built_by is None and vocab_size is not None:
+            refuse_unknown_ids(batch.inputs, 0, vocab_size, "batch.inputs")
+            refuse_unknown_ids(batch.targets, IGNORED_TARGET, vocab_size, "batch.targets")
         inputs, targets = (
             map_leaves(self.local_positions, each) for each in (batch.inputs, batch.targets)
         )

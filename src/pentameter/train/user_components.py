@@ -14,7 +14,7 @@ import torch
 from pentameter.checkpoint.folders.opening import STATE_NAME, Checkpoint
 from pentameter.checkpoint.state.custom_optimizer import note_as_made
 from pentameter.config.schema import Config
-from pentameter.data.batches.step import Batch, Int64
+from pentameter.data.batches.step import Batch, Int64, refuse_unknown_ids
 from pentameter.errors import ConfigError
 from pentameter.keyed import WORD, bits, make_key
 from pentameter.optim.build import AnyOptimizer, build_optimizer, parameter_groups
@@ -192,11 +192,7 @@ class CustomBatches:
                 f"{whose} of {ids.dtype} and shape {ids.shape}; they are to be whole numbers of "
                 f"shape {shape}, the rows asked for × model.context_length"
             )
-        if ids.size and not least <= ids.min() <= ids.max() < self._vocab_size:
-            raise ConfigError(
-                f"{whose} from {ids.min()} to {ids.max()}, outside {least} … "
-                f"{self._vocab_size - 1} (model.vocab_size={self._vocab_size})"
-            )
+        refuse_unknown_ids(ids, least, self._vocab_size, whose)
         return ids.astype(np.int64)
 
 

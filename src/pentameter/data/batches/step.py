@@ -70,6 +70,17 @@ class Batch:
         return digest.hexdigest()
 
 
+def refuse_unknown_ids(ids: npt.NDArray[Any], least: int, vocab_size: int, whose: str) -> None:
+    """Raise ConfigError, which begins with `whose`, unless all `ids` lie in `least` …
+    vocab_size - 1. `least` is 0 for inputs, and IGNORED_TARGET for targets."""
+    if ids.size and not least <= ids.min() <= ids.max() < vocab_size:
+        remedy = f"; {least} is a target that does not count" if least else ""
+        raise ConfigError(
+            f"{whose} from {ids.min()} to {ids.max()}, outside {least} … {vocab_size - 1} "
+            f"(model.vocab_size={vocab_size}){remedy}"
+        )
+
+
 def evaluation_rows(batch: Batch, layout: Layout, rank: int) -> Batch:
     """Return those rows of an evaluation batch that `rank` computes.
 
