@@ -15,6 +15,8 @@ from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.chat import CHATML_TEMPLATE, ChatTemplate
+from pentameter.data.tokenizers.render_client import Rendering
 from pentameter.model.gpt import build_model
 from pentameter.train.keep.own_configuration import with_micro_batch
 
@@ -76,6 +78,30 @@ def test_out_and_in_again_every_folder_is_a_model(make, tmp_path, capsys):
     assert names == {
         *("model.safetensors", "config.toml", "tokenizer.json", "state.json", "manifest.json")
     }
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_an_export_says_what_ends_answers_and_asks_the_template_once(
+    make, tmp_path, capsys, monkeypatch, to
+):
+    started, start = [], Rendering.__enter__
+    monkeypatch.setattr(Rendering, "__enter__", lambda it: (started.append(it), start(it))[1])
+    tokenizer = train_bpe([TEXT], 280)
+    tokenizer.chat = ChatTemplate(CHATML_TEMPLATE)
+    model = make(tokenizer)
+    assert main(["export", str(model), "--to", to, "--out", str(tmp_path / to)]) == 0
+    told = capsys.readouterr().err
+    assert "no token ends an answer, but the text '<|im_end|>', which an export cannot name" in told
+    assert len(started) == 1
+
+
+def test_an_export_of_characters_says_that_it_has_no_template(make, tmp_path, capsys):
+    tokenizer = CharTokenizer(TEXT)
+    tokenizer.chat = ChatTemplate(CHATML_TEMPLATE)
+    out = tmp_path / "hf"
+    assert main(["export", str(make(tokenizer)), "--to", "hf", "--out", str(out)]) == 0
+    assert "the chat template is left out: the tokenizer (char)" in capsys.readouterr().err
+    assert not (out / "chat_template.jinja").exists()
 
 
 def test_an_exported_checkpoint_keeps_its_configuration(make, tmp_path, capsys):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.generation.sampling import (
     Sampling,
@@ -151,9 +152,11 @@ def test_uniform_numbers_depend_on_seed_sample_and_position_alone() -> None:
     ],
 )
 def test_settings_that_a_model_was_published_with(said, expected):
-    found = usual_sampling({"generation_config.json": said})
+    tokenizer = CharTokenizer("ab")
+    tokenizer.published = {"generation_config.json": said}
+    found = usual_sampling(tokenizer.published_generation)
     assert (found.temperature, found.top_k, found.top_p) == expected
 
 
 def test_a_model_published_without_settings_has_the_usual_ones():
-    assert usual_sampling({}) == Sampling()
+    assert usual_sampling(CharTokenizer("ab").published_generation) == Sampling()

@@ -185,6 +185,20 @@ def test_a_card_names_the_text_that_ends_answers_where_no_token_does():
     compile(program, "card", "exec")
     assert """ends = {"stop_strings": ['<|im_end|>'], "tokenizer": tokenizer}""" in program
     assert "max_new_tokens=100, **ends)" in program
+    assert 'Ask it with `"stop": ["<|im_end|>"]`: no token ends an answer.' in text
+    of_file = card_files(stored_model(bpe), "gguf", file="cats.gguf")[CARD].decode()
+    (program,) = re.findall(r"```python\n(.*?)```", of_file, flags=re.S)
+    compile(program, "card", "exec")
+    assert "model.create_chat_completion(messages, stop=['<|im_end|>'])" in program
+    assert 'Ask its server with `"stop": ["<|im_end|>"]`: no token ends an answer.' in of_file
+
+
+def test_a_card_shows_no_conversation_where_the_export_has_no_template():
+    char = CharTokenizer(TEXT)
+    char.chat = ChatTemplate(CHATML_TEMPLATE)
+    text = card_files(stored_model(char), "transformers")[CARD].decode()
+    assert "apply_chat_template" not in text
+    assert 'pentameter sample FOLDER --prompt "Once upon a time"' in text
 
 
 def test_llama_cpp_is_named_where_it_can_open_the_model():

@@ -12,6 +12,7 @@ from pentameter.checkpoint.gguf.file import SUFFIX, export_gguf, file_name
 from pentameter.checkpoint.gguf.tensors import DTYPES
 from pentameter.checkpoint.hugging_face.folder import export_hf
 from pentameter.checkpoint.hugging_face.peft import export_peft
+from pentameter.checkpoint.hugging_face.tokenizer_files import has_their_chat
 
 Library = Literal["transformers", "peft", "gguf"]
 """The library that opens a format, as hubs know it."""
@@ -44,6 +45,26 @@ class ExportFormat:
 def _save(stored: StoredModel, out: Path, _beside: object, _dtype: object) -> tuple[str, ...]:
     save_model(stored, out)
     return ()
+
+
+def chat_notes(stored: StoredModel, library: Library | None) -> tuple[str, ...]:
+    """Return notes for the user, a line each, on what `library` is not told of the chat of a model
+    that is exported for it: its template, or the text that ends its answers."""
+    tokenizer = stored.tokenizer
+    if tokenizer.chat is None or library not in ("transformers", "gguf"):
+        return ()
+    if library == "transformers" and not has_their_chat(tokenizer):
+        return (
+            f"the chat template is left out: the tokenizer ({tokenizer.kind}) has no token of it; "
+            "chat with the model by `pentameter serve`",
+        )
+    if not (texts := stored.ends_of_answers.texts):
+        return ()
+    return (
+        f"no token ends an answer, but the text {texts[0]!r}, which an export cannot name: have "
+        'vLLM and llama.cpp end there by "stop" of a request, Ollama by PARAMETER stop, '
+        "transformers by stop_strings",
+    )
 
 
 EXPORTS: Mapping[str, ExportFormat] = {

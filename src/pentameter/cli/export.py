@@ -131,7 +131,7 @@ def _check_base(asked: ExportArguments, stored: StoredModel) -> None:
 
 def _write(asked: ExportArguments, stored: StoredModel) -> tuple[str, ...]:
     """Write the model in the requested format; return notes to print, a line each."""
-    from pentameter.checkpoint.exports import EXPORTS
+    from pentameter.checkpoint.exports import EXPORTS, chat_notes
     from pentameter.report.pages.model_card import card_files
 
     found = EXPORTS[asked.to]
@@ -142,7 +142,8 @@ def _write(asked: ExportArguments, stored: StoredModel) -> tuple[str, ...]:
         beside = card_files(
             stored, found.library, license_id=asked.license, repository=asked.push, file=name
         )
-    return found.write(stored, asked.out, beside, dtype)
+    notes = found.write(stored, asked.out, beside, dtype)
+    return (*notes, *chat_notes(stored, found.library))
 
 
 def _push(folder: Path, repository: str, *, private: bool) -> str:

@@ -142,7 +142,7 @@ def _as_published(settings: Generation, given: Collection[str], loaded: LoadedMo
     say so in a line if they differ."""
     from pentameter.generation.sampling import Sampling, usual_sampling
 
-    usual, plain = usual_sampling(loaded.tokenizer.published), Sampling()
+    usual, plain = usual_sampling(loaded.tokenizer.published_generation), Sampling()
     theirs = {
         key: getattr(usual, key)
         for key in ("temperature", "top_k", "top_p")

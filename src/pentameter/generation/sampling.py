@@ -9,10 +9,10 @@ Shapes: B samples, V vocabulary (without padding).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,19 +56,20 @@ class Sampling:
             )
 
 
-def usual_sampling(published: Mapping[str, str]) -> Sampling:
-    """Return the settings that a model was published with: those of its generation_config.json.
+def usual_sampling(published: Mapping[str, Any] | None) -> Sampling:
+    """Return the settings that a model was published with.
 
-    published: name → text of small files that came with the model's tokenizer. Without that file,
-    if it says `do_sample: false`, or for values that are no settings, the settings are Sampling's.
+    published: the content of its generation_config.json, `Tokenizer.published_generation`. If that
+    is None or says `do_sample: false`, or for values that are no settings, the settings are
+    Sampling's.
     """
+    if published is None or published.get("do_sample") is False:
+        return Sampling()
+    names = ("temperature", "top_k", "top_p")
+    given = {key: published[key] for key in names if published.get(key)}
+    if not all(type(each) in (int, float) for each in given.values()):
+        return Sampling()
     try:
-        said = json.loads(published.get("generation_config.json", "{}"))
-        if not isinstance(said, dict) or said.get("do_sample") is False:
-            return Sampling()
-        given = {key: said[key] for key in ("temperature", "top_k", "top_p") if said.get(key)}
-        if not all(type(each) in (int, float) for each in given.values()):
-            return Sampling()
         if "top_k" in given:
             given["top_k"] = int(given["top_k"])
         return Sampling(**given)

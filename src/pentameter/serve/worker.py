@@ -67,7 +67,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         self.batcher, self.decoder = Batcher(self.slots), CachedDecoder(self.tokenizer)
         self.n_slots, self.context_length = self.slots.n_slots, self.slots.context_length
-        self.sampling = usual_sampling(self.tokenizer.published)
+        self.sampling = usual_sampling(self.tokenizer.published_generation)
         self._rendering: Rendering | None = None
         self._lock = threading.Lock()
 

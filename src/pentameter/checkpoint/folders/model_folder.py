@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from pentameter.checkpoint.format.safetensors_format import plan_file
 from pentameter.config.files.write import to_toml
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config, LoraConfig
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.base import Ends, Tokenizer
+from pentameter.data.tokenizers.render_client import ends_of_answers
 from pentameter.disk.atomic import refuse_existing, sha256_of, write_hashed
 from pentameter.disk.lock import building
 
@@ -63,6 +65,11 @@ class StoredModel:
     def step(self) -> int:
         """Optimizer steps completed; 0 if the model does not record them."""
         return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @cached_property  # a template's process takes a moment to start
+    def ends_of_answers(self) -> Ends:
+        """The tokens and texts that end an answer of the model."""
+        return ends_of_answers(self.tokenizer)
 
     @property
     def identity(self) -> str:

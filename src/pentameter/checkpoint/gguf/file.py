@@ -19,8 +19,7 @@ from pentameter.checkpoint.gguf.tensors import FileTensor, file_tensors
 from pentameter.checkpoint.gguf.vocabulary import Vocabulary, refuse, vocabulary
 from pentameter.checkpoint.hugging_face.folder import Exported, their_weights
 from pentameter.config.model.architecture import ModelConfig, architecture
-from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.render_client import ends_of_answers
+from pentameter.data.tokenizers.base import Ends, Tokenizer
 from pentameter.disk.atomic import (
     refuse_existing,
     storage_errors,
@@ -61,7 +60,7 @@ def export_gguf(
     model, tokenizer = stored.config.model, stored.tokenizer
     chosen = choose_architecture(model)
     known = vocabulary(tokenizer).padded(model.vocab_size or tokenizer.vocab_size)
-    entries, notes = _tokenizer_entries(known, tokenizer)
+    entries, notes = _tokenizer_entries(known, tokenizer, stored.ends_of_answers)
     entries = {**_model_entries(chosen, stored, dtype), **entries}
     weights = their_weights(stored, chosen.as_family())
     tensors = list(file_tensors(weights, chosen, model, dtype, gguf))
@@ -154,7 +153,7 @@ def _architecture_entries(model: ModelConfig, chosen: Architecture) -> dict[str,
 
 
 def _tokenizer_entries(
-    known: Vocabulary, tokenizer: Tokenizer
+    known: Vocabulary, tokenizer: Tokenizer, ends_of_answers: Ends
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the tokenizer's entries, and lines for the user: what llama.cpp does otherwise.
     `known` is the tokenizer in llama.cpp's form."""
@@ -170,7 +169,7 @@ def _tokenizer_entries(
         "add_eos_token": False,
     }
     notes, end = known.notes, tokenizer.end_of_text
-    ends = sorted(ends_of_answers(tokenizer).tokens - {end}) if tokenizer.chat is not None else []
+    ends = sorted(ends_of_answers.tokens - {end}) if tokenizer.chat is not None else []
     if end is None and not ends and known.model != "gemma4":
         refuse("its tokenizer has no end of text, and llama.cpp would take some token for one")
     if end is None and ends:

@@ -33,7 +33,6 @@ from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.family import Family, StoredForm
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
-    GENERATION,
     generation_config,
     read_tokenizer,
     their_token_ids,
@@ -49,7 +48,7 @@ from pentameter.config.messages import problems
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.config.tables import packaged_table
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.base import GENERATION, Tokenizer
 from pentameter.data.tokenizers.setting import is_gpt2
 from pentameter.disk.atomic import read_json, refuse_existing, write_hashed
 from pentameter.disk.lock import building
@@ -296,7 +295,11 @@ def export_hf(
     small = {
         CONFIG: _json(config),
         GENERATION: generation_config(
-            tokenizer, token_ids, model.context_length, stored.config.train.sample_temperature
+            tokenizer,
+            stored.ends_of_answers,
+            token_ids,
+            model.context_length,
+            stored.config.train.sample_temperature,
         ),
         **of_tokenizer,
         **(beside or {}),

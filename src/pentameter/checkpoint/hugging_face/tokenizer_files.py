@@ -20,20 +20,19 @@ from pentameter.checkpoint.hugging_face.sentencepiece_files import (
     read_model,
     settings_of,
 )
-from pentameter.data.tokenizers.base import End, Tokenizer
+from pentameter.data.tokenizers.base import GENERATION, End, Ends, Tokenizer
 from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import TEMPLATE_FILE, default_source, read_chat_template
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.published.sentencepiece_model import SentencePieceTokenizer
-from pentameter.data.tokenizers.render_client import ends_of_answers
 from pentameter.data.tokenizers.setting import GPT2, KINDS, is_gpt2, load_tokenizer
 from pentameter.disk.atomic import read_json, read_text
 from pentameter.errors import ConfigError, CorruptError, PentameterError
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG = "config.json"
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, bytes]:
@@ -47,7 +46,8 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
     now.
     """
     whole = tokenizer.to_tokenizer_json()
-    chat, end_of_text = tokenizer.chat, tokenizer.end_of_text
+    chat = tokenizer.chat if has_their_chat(tokenizer) else None
+    end_of_text = tokenizer.end_of_text
     files: dict[str, bytes] = {}
     settings: dict[str, Any] = {
         "model_max_length": context_length,
@@ -74,8 +74,6 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
             settings |= settings_of(tokenizer)
             if chat is not None:
                 special |= chat.tokens
-        case CharTokenizer():
-            chat = None
     files |= {SETTINGS: _json({**settings, **special}), SPECIAL: _json(special)}
     if SETTINGS in tokenizer.published:
         del files[SPECIAL]
@@ -115,6 +113,12 @@ def _gpt2_files(
     return files, special
 
 
+def has_their_chat(tokenizer: Tokenizer) -> bool:
+    """Return True if the files of an exported tokenizer have its chat template: not if its tokens
+    are characters, none of which is one of a template's."""
+    return tokenizer.chat is not None and not isinstance(tokenizer, CharTokenizer)
+
+
 def has_published_chat(tokenizer: Tokenizer) -> bool:
     """Return True if the tokenizer's chat template is the one that it was published with, or if it
     has none and was published without."""
@@ -137,36 +141,41 @@ def their_token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def generation_config(
-    tokenizer: Tokenizer, token_ids: Mapping[str, Any], context_length: int, temperature: float = 1
+    tokenizer: Tokenizer,
+    ends: Ends,
+    token_ids: Mapping[str, Any],
+    context_length: int,
+    temperature: float = 1,
 ) -> bytes:
     """Return the content of generation_config.json: the published one, else one made from
     config.json's `token_ids`, the most tokens of a text (`context_length`) and the temperature at
     which the run drew its samples, if that is not 1 (0: the likeliest token is taken).
 
     `bos_token_id`, from which `generate` begins a text without a prompt, is the tokenizer's opening
-    if it has one. `eos_token_id` also gets the tokens that end an answer in the chat template. If
+    if it has one. `eos_token_id` also gets the tokens that end an answer in the chat template, of
+    `ends`. If
     the tokenizer was published with that template, they are added to the published ids, unless all
     special tokens end answers, as then the published ids know better. In any other case they
     replace the ids.
     """
-    published, is_same = tokenizer.published.get(GENERATION), has_published_chat(tokenizer)
+    content = tokenizer.published_generation
     ids = {key: token_ids[key] for key in ("bos_token_id", "eos_token_id") if key in token_ids}
-    if published is None:
+    is_published = content is not None
+    if content is None:
         if tokenizer.opening:
             ids["bos_token_id"] = tokenizer.opening[-1]
         content = _new_generation(ids, context_length, temperature)
-    else:
-        content = json.loads(published)
     said = content.get("eos_token_id")
     known = {each for each in (said if isinstance(said, list) else [said]) if type(each) is int}
-    ends = set() if tokenizer.chat is None else set(ends_of_answers(tokenizer).tokens)
-    if CONFIG in tokenizer.published and is_same:
+    ids_of_ends = set() if tokenizer.chat is None else set(ends.tokens)
+    if CONFIG in tokenizer.published and has_published_chat(tokenizer):
         # If all special tokens end answers, the template writes none: the published ids are better.
-        ends = known if ends >= {*tokenizer.special_tokens.values()} else ends | known
-        if published is not None and ends == known:
-            return published.encode()
-    if ends and ends != known:
-        content["eos_token_id"] = sorted(ends)
+        writes_none = ids_of_ends >= {*tokenizer.special_tokens.values()}
+        ids_of_ends = known if writes_none else ids_of_ends | known
+        if is_published and ids_of_ends == known:
+            return tokenizer.published[GENERATION].encode()
+    if ids_of_ends and ids_of_ends != known:
+        content["eos_token_id"] = sorted(ids_of_ends)
     return _json(content)
 
 
@@ -229,9 +238,7 @@ def read_tokenizer(
 def _opening(tokenizer: Tokenizer) -> Sequence[int]:
     """Return the opening that `generation_config` wrote: a `bos_token_id` that is text; empty if
     there is none."""
-    begins: Any = None
-    with suppress(ValueError, AttributeError):  # a damaged file, which only advises
-        begins = json.loads(tokenizer.published.get(GENERATION, "{}")).get("bos_token_id")
+    begins: Any = (tokenizer.published_generation or {}).get("bos_token_id")
     marks = {*tokenizer.added_ids, *tokenizer.prefix, tokenizer.end_of_text}
     is_text = type(begins) is int and 0 <= begins < tokenizer.vocab_size and begins not in marks
     return (begins,) if is_text else ()

@@ -29,6 +29,8 @@ Mask = npt.NDArray[np.bool_]
 End = tuple[str | None, int | None]
 """The token, else the id, that ends a document; None where it is not known."""
 
+GENERATION = "generation_config.json"
+"""Name of the file that says how a published model's texts are drawn and ended."""
 NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
@@ -69,6 +71,16 @@ class Tokenizer(ABC):
     published: Mapping[str, str] = MappingProxyType({})
     """Maps name to text for small files that came with the tokenizer in a Hugging Face folder. An
     export writes them again; they change no id."""
+
+    @property
+    def published_generation(self) -> dict[str, Any] | None:
+        """The content of the generation_config.json that came with the tokenizer; None without one,
+        and for a damaged one, as it only advises."""
+        try:
+            content = json.loads(self.published.get(GENERATION, "null"))
+        except ValueError:
+            return None
+        return content if isinstance(content, dict) else None
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:

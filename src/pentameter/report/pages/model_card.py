@@ -7,6 +7,7 @@ on a hub and the base model, which only the author knows, are arguments.
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -19,12 +20,11 @@ from pentameter.checkpoint.gguf.architectures import choose_architecture
 from pentameter.checkpoint.gguf.vocabulary import vocabulary
 from pentameter.checkpoint.hugging_face.config_json import choose_family
 from pentameter.checkpoint.hugging_face.families.table import families
-from pentameter.checkpoint.hugging_face.tokenizer_files import tokenizer_files
+from pentameter.checkpoint.hugging_face.tokenizer_files import has_their_chat, tokenizer_files
 from pentameter.config.fields import values_of
 from pentameter.config.schema import Config
 from pentameter.config.urls import last_part
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
-from pentameter.data.tokenizers.render_client import ends_of_answers
 from pentameter.errors import ConfigError
 from pentameter.planning.flops import padding_elements
 from pentameter.planning.gpt import parameter_table
@@ -68,6 +68,7 @@ def card_files(
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     config, base = stored.config, stored.base_model
+    chat, is_file = stored.tokenizer.chat, library == "gguf"  # which has any template
     model, record = config.model, _run_of(stored)
     is_trained = stored.step > 0
     environment = Environment(  # for Markdown, in which only `_code` escapes
@@ -100,8 +101,9 @@ def card_files(
         numbers=[] if record is None else list(_numbers(record, stored.step)),
         best=_best(stored),
         picture=None if picture is None else PICTURE,
-        is_chat=stored.tokenizer.chat is not None,
-        stop_texts=ends_of_answers(stored.tokenizer).texts,
+        is_chat=chat is not None and (is_file or has_their_chat(stored.tokenizer)),
+        stop_texts=list(ends := stored.ends_of_answers.texts),
+        stop_json=json.dumps(ends, ensure_ascii=False),
         file=file,
         for_llama_cpp=_is_for_llama_cpp(stored),
         version=package_version(),
