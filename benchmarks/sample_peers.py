@@ -15,7 +15,8 @@ what this machine reads of a long array.
 
 from __future__ import annotations
 
-from pentameter.machine.load.idle_threads import IdleThreads, prepare_threads
+from pentameter.machine.load.beside_others import BesideOthers
+from pentameter.machine.load.idle_threads import prepare_threads
 
 prepare_threads()  # as the command line does, before torch is imported
 
@@ -297,5 +298,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with IdleThreads():  # as the command line
+    with BesideOthers():  # as the command line
         main()

@@ -22,7 +22,7 @@ from pentameter.cli.options.arguments import (
 from pentameter.config.choices import Precision
 from pentameter.config.files.overrides import parse_overrides
 from pentameter.errors import ConfigError, CorruptError, PentameterError, missing_package
-from pentameter.machine.load.idle_threads import IdleThreads
+from pentameter.machine.load.beside_others import BesideOthers
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.folders.load_model import LoadedModel
@@ -76,7 +76,7 @@ def run(arguments: list[str]) -> int:
     parsed, overrides = parse_arguments(EvalArguments, arguments, verb="eval")
     check_least(parsed, batch_size=1, num_fewshot=0, limit=1)
     _check_tasks(parsed, overrides)
-    with IdleThreads():
+    with BesideOthers():
         if parsed.tasks is not None:
             values, line = _tasks(parsed, parsed.tasks)
         elif parsed.multiple_choice is not None:

@@ -20,7 +20,7 @@ from pentameter.cli.options.arguments import device_for_verb, load_for_verb, par
 from pentameter.config.choices import LoadedPrecision
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError, remark
-from pentameter.machine.load.idle_threads import IdleThreads
+from pentameter.machine.load.beside_others import BesideOthers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,7 +118,7 @@ def run(arguments: list[str]) -> int:
         _print_expert_choices(loaded, prompt, as_json=asked.json)
         return 0
     ends = ends_of_answers(loaded.tokenizer) if asked.chat else NO_ENDS
-    with IdleThreads():
+    with BesideOthers():
         if _is_loop(asked):
             _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat, system=asked.system)
             return 0

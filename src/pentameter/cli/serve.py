@@ -14,7 +14,7 @@ from pentameter.cli.options.arguments import check_least, device_for_verb, load_
 from pentameter.config.choices import LoadedPrecision
 from pentameter.errors import ConfigError, missing_package, remark
 from pentameter.machine.address import LOOPBACK, api_key_of, bind, check_origin
-from pentameter.machine.load.idle_threads import IdleThreads
+from pentameter.machine.load.beside_others import BesideOthers
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def run(arguments: list[str]) -> int:
     limits = Limits(asked.max_tokens, asked.max_seconds, asked.max_bytes)
     device = device_for_verb(asked.device)
     # The port is refused before models are loaded.
-    with bind(asked.host, asked.port) as bound, IdleThreads():
+    with bind(asked.host, asked.port) as bound, BesideOthers():
         if asked.host not in LOOPBACK and api_key is None:
             remark(f"--host {asked.host} lets other machines ask; --api-key KEY has them give one")
         if "*" in asked.cors_origin and api_key is None:

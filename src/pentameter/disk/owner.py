@@ -91,15 +91,22 @@ def processor_seconds(pid: int) -> float:
 
 def family_seconds() -> float:
     """Return the CPU seconds that this process and all that it began, directly or not, have used,
-    whether ended or alive, such as a compiler's workers; without a /proc only those that ended."""
-    numbers: list[int] = []
-    with suppress(OSError):
-        numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    about = {pid: fields for pid in numbers if (fields := _about(pid))}
+    whether ended or alive, such as a compiler's workers; only those that ended where the system
+    lists no children (Linux does, unless it was built without)."""
     family = [os.getpid()]
     for parent in family:  # which grows meanwhile
-        family += [pid for pid, fields in about.items() if int(fields[1]) == parent]
-    return sum(os.times()[:4]) + sum(_seconds_used(about[pid]) for pid in family[1:])
+        family += _children(parent)
+    return sum(os.times()[:4]) + sum(map(processor_seconds, family[1:]))
+
+
+def _children(pid: int) -> list[int]:
+    """Return the process ids of a process's living children, whichever of its threads began
+    them."""
+    threads: list[str] = []
+    with suppress(OSError):
+        threads = os.listdir(f"/proc/{pid}/task")
+    lists = [_read_text(f"/proc/{pid}/task/{thread}/children") for thread in threads]
+    return [int(child) for each in lists for child in each.split()]
 
 
 def is_stopped(pid: int) -> bool:

@@ -30,7 +30,7 @@ from pentameter.errors import (
     remark,
 )
 from pentameter.evaluate.split import perplexity
-from pentameter.machine.load.idle_threads import IdleThreads
+from pentameter.machine.load.beside_others import BesideOthers
 from pentameter.machine.load.other_programs import OtherPrograms
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.sources.custom_model import Build, model_source
@@ -187,7 +187,7 @@ class Trainer:
             throughput = Throughput(run.plan, run.compute)
             stack.callback(throughput.close)
             n_threads = run.compute.n_threads if run.compute.device.type == "cpu" else 1
-            idle = stack.enter_context(IdleThreads(n_threads, run.world.all_gather))
+            idle = stack.enter_context(BesideOthers(n_threads, run.world.all_gather))
             built_in = (Recorder(), RunLines(idle.take_word), PlannedPace(throughput))
             called = Hooks((*built_in, *hooks))
             checkpoints.on_saved = partial(called.call, "on_checkpoint", run)

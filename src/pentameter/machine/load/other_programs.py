@@ -22,6 +22,9 @@ BUSY_CORES = 0.5
 """Number of cores that other programs must keep busy for a warning; fewer are an idle machine's
 noise."""
 
+_STATES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+"""Columns of a core's line in /proc/stat, in order."""
+
 
 class OtherPrograms:
     """Measures how much other programs load the cores that this run's processes use, averaged since
@@ -59,22 +62,26 @@ class OtherPrograms:
 
 def busy_seconds(cores: Collection[int], *, with_stolen: bool = True) -> float:
     """Return the CPU seconds that all programs have used on the cores with these numbers since the
-    machine started, from /proc/stat; 0 if the system does not say. with_stolen: count what other
-    virtual machines took, too.
+    machine started; 0 if the system does not say. with_stolen: count what other virtual machines
+    took, too."""
+    states = ("user", "nice", "system", "irq", "softirq", *(("steal",) if with_stolen else ()))
+    return sum(seconds_by_core(cores, states).values())
 
-    Columns in proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
-    """
-    wanted = {f"cpu{number}" for number in cores}
-    used = 0
-    try:
+
+def seconds_by_core(cores: Collection[int], states: Collection[str]) -> dict[int, float]:
+    """Return the seconds for which each of the cores with these numbers has been in one of the
+    `states` since the machine started, from /proc/stat: columns in proc(5), _STATES. Cores of which
+    the system does not say are left out."""
+    columns = [1 + column for column, state in enumerate(_STATES) if state in states]
+    wanted = {f"cpu{number}": number for number in cores}
+    found: dict[int, float] = {}
+    with suppress(OSError, ValueError):
         for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
-            name, *counts = line.split()
-            if name in wanted:
-                ticks = [int(count) for count in counts[: 8 if with_stolen else 7]]
-                used += sum(ticks) - sum(ticks[3:5])  # but for idle and iowait
-        return used / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return 0.0
+            words = line.split()
+            if words[0] in wanted:
+                ticks = sum(int(words[column]) for column in columns)
+                found[wanted[words[0]]] = ticks / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 class BusyTime:
