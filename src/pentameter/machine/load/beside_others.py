@@ -86,7 +86,9 @@ class BesideOthers:
         if not is_asleep:
             return "the cores are free again: idle threads spin"
         busy = f"{self._busy_cores:.1f} of the {len(self._cores)} cores"
-        return f"other processes keep {busy} busy: idle threads sleep meanwhile"
+        n_left = len(self._affinity.cores)
+        kept = f", and all keep to {n_left} of them" if n_left < len(self._cores) else ""
+        return f"other processes keep {busy} busy: idle threads sleep meanwhile{kept}"
 
     def _look(self) -> None:
         """Measure the load since the last look, and have idle threads sleep or spin by it."""
