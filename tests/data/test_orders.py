@@ -1,12 +1,14 @@
 """Columns and documents: every token where it belongs, padding where nothing is to be predicted."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pentameter.data.batches.step import TrainingBatches
-from pentameter.data.shards.dataset import TokenSequence, TokenSplit
+from pentameter.data.shards.dataset import AssistantRanges, TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.evaluate.split import evaluation_batches
 
@@ -140,3 +142,10 @@ def test_documents_of_one_token_are_no_rows():
                 stride=stride,
                 within_documents=True,
             )
+
+
+def test_answers_beyond_the_context_are_refused_with_the_way_out():
+    answers = AssistantRanges(np.array([[8, 10], [18, 20]]), n_tokens=4, n_bytes=4)
+    split = dataclasses.replace(documents_of([10, 10]), assistant=answers)
+    with pytest.raises(ConfigError, match=r"context_length=5 .*: raise model\.context_length"):
+        batches_of(split, "documents")

@@ -248,7 +248,8 @@ class DocumentRows(Order):
             raise ConfigError(
                 f"split {split.name!r} has no answer within the first model.context_length="
                 f"{self.context_length} tokens of a conversation ({len(bounds) - 1} "
-                "conversations); there is nothing to learn"
+                "conversations); there is nothing to learn: raise model.context_length, or shorten "
+                "what stands before the answers"
             )
         if not len(self._starts):
             raise ConfigError(
