@@ -1,6 +1,7 @@
 """A replayed step is the run's, to the bit; where it is not, the reason is told."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from late_reads import spoil
 from tiny_runs import events, fit
 
+from pentameter.cli.main import main
 from pentameter.cli.replay import run as replay
 from pentameter.errors import ConfigError, CorruptError, TrainingFailedError
 from pentameter.planning.layouts.layout import make_layout
@@ -110,6 +112,16 @@ def test_a_step_computed_again_is_equal_to_the_bit(capsys, trained, step):
         assert found["weights"]["different"] == []
     assert len(found["rows"]) == 3
     assert found["rows"][0]["loss"] >= found["rows"][1]["loss"]
+
+
+def test_the_command_at_the_end_shows_the_row_of_the_highest_loss(capsys, trained, tmp_path):
+    run = copied(trained, tmp_path / "with a blank")
+    highest = replayed(capsys, run, 8)["rows"][0]["row"]
+    assert main(["replay", str(run), "--step=8"]) == 0
+    command, _, rest = capsys.readouterr().out.splitlines()[-1].partition(" shows")
+    assert rest == " the first of them"
+    assert main(shlex.split(command)[1:]) == 0
+    assert f"\nrow {highest} · " in capsys.readouterr().out
 
 
 def changed_loss(folder, step, by):

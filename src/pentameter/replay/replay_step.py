@@ -92,7 +92,7 @@ class StepReplay:
         lines.append(f"{conclusion.verdict}: {conclusion.reason}")
         lines.append(f"rows of the highest loss (median {self.rows.median:.4g}):")
         lines += [f"  {each}" for each in self.rows.told]
-        lines.append(f"pentameter data {record.folder} --step {step} shows them")
+        lines.append(f"{self.rows.command(record.folder, step)} shows the first of them")
         return [printable(line) for line in lines]
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -251,7 +252,8 @@ def test_garbage_documents_are_skipped_and_named(tmp_path, monkeypatch):
     assert said(tmp_path / "run") == ([41, 42, 43, 44], [(42, 40), (44, 30)])
     first, second = events(tmp_path / "run", "rollback")
     for each, begin in ((first, 41), (second, 43)):
-        assert f"--step {begin} shows them" in each["reason"]
+        highest = re.search(r"are row (\d+) \(", each["reason"])[1]
+        assert f"--step {begin} --rows {highest} shows the first of them" in each["reason"]
         # 64 tokens a step, of which each row reads 16 and the next one.
         rows = {f"tokens {64 * (begin - 1) + 16 * row:,} to" for row in range(4)}
         assert sum(words in each["reason"] for words in rows) == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -35,6 +37,13 @@ class HighestRows:
             f"row {row.row} ({loss:.4g}; {row.origin(self.source_names[row.source])})"
             for row, loss in self.rows
         ]
+
+    def command(self, folder: Path, step: int) -> str:
+        """Return the command that prints the first of these rows, of `step` in the run `folder`;
+        `data` alone prints the batch's first rows."""
+        return (
+            f"pentameter data {shlex.quote(str(folder))} --step {step} --rows {self.rows[0][0].row}"
+        )
 
 
 def highest_rows(

@@ -87,7 +87,7 @@ def _highest_rows(run: TrainingRun) -> str:
     return (
         f"; the batch of step {first} begins it, whose rows of the highest loss "
         f"(median {found.median:.4g}) are {', '.join(found.told)}: "
-        f"pentameter data {run.run_dir} --step {first} shows them"
+        f"{found.command(run.run_dir, first)} shows the first of them"
     )
 
 
