@@ -155,7 +155,8 @@ def test_the_same_command_line_continues_the_same_run(folder, capsys, monkeypatc
     before = (run / "config.toml").read_text()
     monkeypatch.setattr(time_budget, "measure_pace", None)  # a second choice would fail
     assert main(command) == 0
-    assert "was complete already" in capsys.readouterr().out
+    longer = "was complete already. To train longer, give more than --time 60s."
+    assert longer in capsys.readouterr().out
     assert (run / "config.toml").read_text() == before
     assert main(["train", str(run / "config.toml"), f"--run-dir={run}"]) == 0
     for other in (["--time=59s"], ["--time=60s", "--seed=3"], ["--time=2m", "--seed=3"]):

@@ -371,7 +371,7 @@ def _train(
         )
         trainer.fit()
     if world.is_main:
-        _print_next_steps(trainer.run)
+        _print_next_steps(trainer.run, parsed.time)
 
 
 def _train_in_best_layout(
@@ -444,8 +444,9 @@ def words_of_program() -> list[str]:
     return [str(script)] if script.is_file() else [sys.executable, "-m", "pentameter"]
 
 
-def _print_next_steps(run: TrainingRun) -> None:
-    """Write the report, and print commands for this run that can be pasted."""
+def _print_next_steps(run: TrainingRun, time: str | None) -> None:
+    """Write the report, and print commands for this run, of the `time` asked for, that can be
+    pasted."""
     from pentameter.report.pages.page import write_report
 
     try:
@@ -466,9 +467,9 @@ def _print_next_steps(run: TrainingRun) -> None:
     print(f"\n{report}\n\nnext:", *lines, sep="\n  ")
     resumed = run.folder.checkpoint
     if resumed is not None and resumed.step == run.plan.steps:
-        print(
-            "\nThe run was complete already. To train longer, add --resume extend and a larger "
-            f"--train.steps than {run.plan.steps}."
-        )
+        longer = f"add --resume extend and a larger --train.steps than {run.plan.steps}"
+        if time is not None:  # which refuses both
+            longer = f"give more than --time {time}"
+        print(f"\nThe run was complete already. To train longer, {longer}.")
     if run.config.data.corpus is not None:
         print("\nYour own text, a file or a folder: name it where you named the preset.")
