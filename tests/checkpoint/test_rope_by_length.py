@@ -4,6 +4,7 @@ on both sides of the original context, against `transformers`."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,17 @@ def test_the_sides_differ(tmp_path, form):
     with torch.no_grad():
         short, long = model(tokens[:, :-1]), model(tokens)[:, :-1]
     assert (short - long).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("context_length", [LONGEST - 2, ORIGINAL - 4])
+def test_a_context_that_is_not_factor_times_the_original_goes_out_and_in(tmp_path, context_length):
+    their_model(tmp_path / "in", "llama", {**SIZES, **DYNAMIC})
+    stored = read_hf(tmp_path / "in")
+    config = stored.config.updated({"model.context_length": context_length})
+    exported = export_hf(replace(stored, config=config), tmp_path / "out").path
+    assert read_hf(exported).config.model == config.model
+    assert json.loads((exported / "config.json").read_text())["max_position_embeddings"] == ORIGINAL
+    agree(exported, load_model(tmp_path / "in").model)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -18,6 +18,9 @@ from pentameter.config.tables import packaged_table
 
 _ORIGINAL, _LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 """Keys of config.json for the length of context before it was extended, and now."""
+_EXTENDED = "max_sequence_length"
+"""Key of our own in config.json, which transformers passes over: the tokens to which `dynamic`
+scaling extends the context, where they are not `factor` times the original ones."""
 _SHARPENING = ("attention_factor", "mscale", "mscale_all_dim")
 """Keys for YaRN's factors of queries, keys and scores. They are read together, because each one's
 meaning depends on the others."""
@@ -63,7 +66,10 @@ def _write_rope(model: ModelConfig, *, form: _Form) -> dict[str, Any]:
         values |= _write_longrope(model)
         lengths = {_ORIGINAL: scaling.original_context_length}  # where Phi-3 has it
     if scaling.type == "dynamic":  # there it begins behind the longest context
-        lengths = {_LONGEST: scaling.original_context_length}
+        original = scaling.original_context_length
+        lengths = {_LONGEST: original}
+        if model.context_length != _longest(scaling.factor, original):
+            lengths[_EXTENDED] = model.context_length
     fraction = {"partial_rotary_factor": model.rotary_fraction} if partly else {}
     former = dict(zip(form.former_names, (model.rope_theta, model.rotary_fraction), strict=True))
     return {
@@ -138,7 +144,8 @@ def _read_rope(content: Content, section: Content, *, form: _Form) -> dict[str, 
         values["attention_factor"] = found.get("attention_factor")
     if theirs == "dynamic":
         values["original_context_length"] = section["context_length"]
-        read["context_length"] = _longest(values["factor"], section["context_length"])
+        longest = _longest(values["factor"], section["context_length"])
+        read["context_length"] = content.get(_EXTENDED, longest)
     base, part = form.former_names if partly else ("rope_theta", "")
     base_there = content.get(base, content.get("rope_theta", theta))
     fraction = content.get(
