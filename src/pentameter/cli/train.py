@@ -430,7 +430,7 @@ def _prompt_options(run: TrainingRun) -> str:
     is_chat = dataset.has_conversations and dataset.tokenizer.chat is not None
     if is_chat:
         prompt = run.config.train.sample_prompt or "Hello"
-    # A line end would break the line to paste; without a prompt a sample begins after one.
+    # One with a line end would break the line to paste.
     asked = f" --prompt={shlex.quote(prompt)}" if prompt and prompt.isprintable() else ""
     return f"{' --chat' if is_chat else ''}{asked}"
 

@@ -76,8 +76,8 @@ _told: ContextVar[Callable[..., None] | None] = ContextVar("_told", default=None
 
 
 def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> str | None:
-    """Load a library, `vector` or `AMX`, for use by later steps; the first call compiles it into
-    the cache. Return None on success, else a phrase that says why not: CPU, system or compiler.
+    """Load a library for use by later steps or passes; the first call compiles it into the cache.
+    Return None on success, else a phrase that says why not: CPU, system or compiler.
 
     capabilities: this machine's. level: the compiler's level of optimization. Never raises: without
     the library a run is slower, not impossible. However long the compiler takes, it is waited for:
@@ -129,8 +129,8 @@ def vector_widths(config: ModelConfig) -> dict[str, int]:
 
 
 def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
-    """Return the compiler flags (`-mavx2`, …) for the library `vector` or `AMX` on this CPU; None
-    if the CPU lacks the instructions."""
+    """Return the compiler flags (`-mavx2`, …) for a library on this CPU; None if the CPU lacks the
+    instructions."""
     if name == "AMX":
         return ("-march=sapphirerapids",) if cpu.amx_bf16 else None
     match cpu.vector:

@@ -106,7 +106,7 @@ def stream(
     model: a GPT, or any other module that maps tokens (B, T) to logits (B, T, V). The latter runs
     once per token over the last tokens of the text, at most `context_length`.
 
-    prompt: text to continue; if it is empty, the tokenizer's end-of-text token takes its place.
+    prompt: text to continue; if it is empty, what takes its place is said at `encode_prompt`.
 
     settings, changes: a `Generation`, or some of its fields by name: `max_new_tokens=256` tokens
     per sample; `temperature=1.0`, where 0 takes the likeliest token; `top_k=None` keeps only the k

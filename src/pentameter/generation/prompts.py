@@ -31,7 +31,7 @@ class Prompt:
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """Return a text as a Prompt. A text without tokens becomes the end-of-text token."""
+    """Return a text as a Prompt, whose tokens are those of `encode_prompt`."""
     return Prompt(text, encode_prompt(tokenizer, text))
 
 
