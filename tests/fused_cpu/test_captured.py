@@ -120,6 +120,31 @@ def test_ids_that_the_model_does_not_have_are_refused(loaded, graphs, array, wro
             read(batch)
 
 
+@pytest.mark.parametrize("hold", [lambda g: g, lambda g: g.detach().view(-1)[1:]])
+def test_gradients_that_are_held_stay_as_they_are(loaded, graphs, hold):
+    """A hook, or an optimizer, may keep the gradient of the step before."""
+    found, expected = engine_of(), never_captured(engine_of())
+    kept, values, replays = None, None, []
+    for step in range(5):
+        for engine in (found, expected):
+            engine.forward_backward(batch_of(step), step)
+        assert are_equal(
+            [each.grad for each in found.parameters()],
+            [each.grad for each in expected.parameters()],
+        )
+        if kept is not None:
+            assert torch.equal(kept, values)
+        gradient = next(iter(found.parameters())).grad
+        replays.append(graphs[0]._memory.alias(gradient) is not None)
+        kept = hold(gradient) if step < 3 else None
+        del gradient
+        values = None if kept is None else kept.clone()
+        for engine in (found, expected):
+            engine.zero_gradients()
+    assert replays == [True, False, True, False, True]
+    assert len(graphs) == 1
+
+
 def test_kernels_on_tiles_are_replayed(loaded, emulated_tiles, graphs):
     found, expected = engine_of(), never_captured(engine_of())
     assert are_equal(trained(found, range(3)), trained(expected, range(3)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,11 @@ class CapturedPasses:
     module's parameters, called like the function itself. The first call captures its operations,
     later ones replay them.
 
-    Results and gradients lie where the next call writes its own. A call captures anew if tensors
-    have other shapes, or the module's lie elsewhere, than in the call before. The function itself
-    runs where a replay would differ from it: where there are gradients to add to, for a profiler,
-    which is to see more than operations, and always if it cannot be captured.
+    The result lies where the next call writes its own. A call captures anew if tensors have other
+    shapes, or the module's lie elsewhere, than in the call before. The function itself runs where a
+    replay would differ from it: where there are gradients to add to, where somebody still holds one
+    of an earlier call, as a hook or an optimizer may, for a profiler, which is to see more than
+    operations, and always if it cannot be captured.
     """
 
     def __init__(self, function: Callable[..., Tensor], module: nn.Module) -> None:
@@ -57,6 +58,8 @@ class CapturedPasses:
         kind = [None if x is None else (x.shape, x.dtype) for x in arguments]
         places = [(x.data_ptr(), x.requires_grad) for x in (*parameters, *buffers)]
         if self._graph is not None and self._kind == (kind, places):
+            if self._graph.is_held:
+                return self._function(*arguments)
             return self._graph.replay(arguments)
         self._graph, self._kind = None, (kind, places)  # there is memory for one
         before = [each.clone() for each in buffers]
@@ -88,7 +91,10 @@ class _Graph:
         with capturing(), telling(capture.note_call), capture:
             self.result = function(*self._arguments)
         self._operations, self._outside = capture.operations, capture.outside
-        self._gradients = [each.grad for each in parameters]
+        self._memory, self._gradients = capture.memory, [each.grad for each in parameters]
+        self._regions = [None if x is None else self._memory.region(x) for x in self._gradients]
+        self._chunks_of_gradients = {each.of for each in self._regions if each is not None}
+        self._hand_out()
 
     def replay(self, arguments: Sequence[Tensor | None]) -> Tensor:
         """Run the operations again, for arguments of the same shapes, and return the result."""
@@ -98,9 +104,24 @@ class _Graph:
         with torch.no_grad():
             for run, given, named in self._operations:
                 run(*given, **named)
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+        self._hand_out()
         return self.result
+
+    @property
+    def is_held(self) -> bool:
+        """Whether gradients that were left in `.grad`, or views of them, are still held."""
+        return any(each() is not None for each in self._handed_out)
+
+    def _hand_out(self) -> None:
+        """Leave the gradients in the parameters' `.grad`, as tensors over new arrays of the same
+        memory: these live as long as anything holds one of the tensors."""
+        arrays = self._memory.arrays()
+        self._handed_out = [weakref.ref(each) for each in arrays]
+        chunks = [torch.from_numpy(each) for each in arrays]
+        typed = {(n, dtype): chunks[n].view(dtype) for n, dtype in self._chunks_of_gradients}
+        each = zip(self._parameters, self._gradients, self._regions, strict=True)
+        for parameter, own, region in each:
+            parameter.grad = own if region is None else typed[region.of].as_strided(*region.where)
 
 
 class _Capture(TorchDispatchMode):
@@ -113,7 +134,7 @@ class _Capture(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.outside: list[Tensor] = []
         """Tensors that operations read and that lie elsewhere, such as weights: they must stay."""
-        self._memory = _Memory()
+        self.memory = _Memory()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -149,7 +170,7 @@ class _Capture(TorchDispatchMode):
         held = {x.untyped_storage().data_ptr() for x in tensors}
         if any(x.untyped_storage().data_ptr() in held for x in leaves(result)):
             return result
-        own = map_leaves(self._memory.take_like, result)
+        own = map_leaves(self.memory.take_like, result)
         if not str(operation).startswith(("aten.empty", "aten.new_empty")):
             _copy(own, result)
             to = map_leaves(self._not_holding, own)
@@ -162,7 +183,7 @@ class _Capture(TorchDispatchMode):
     def _keep_outside(self, arguments: Sequence[Any]) -> list[Tensor]:
         """Keep the tensors among an operation's arguments that lie elsewhere. Return all."""
         tensors = [x for x in leaves(list(arguments)) if isinstance(x, Tensor)]
-        self.outside += [x for x in tensors if self._memory.alias(x) is None]
+        self.outside += [x for x in tensors if self.memory.alias(x) is None]
         return tensors
 
     def _not_holding(self, x: Any) -> Any:
@@ -170,7 +191,7 @@ class _Capture(TorchDispatchMode):
         as it is."""
         if not isinstance(x, Tensor):
             return x
-        alias = self._memory.alias(x)
+        alias = self.memory.alias(x)
         return x.detach() if alias is None else alias
 
 
@@ -187,6 +208,14 @@ def _run_into(to: Tree, operation: Any, given: Sequence[Any], named: Mapping[str
 def _copy(to: Tree, results: Tree) -> None:
     for own, x in zip(leaves(to), leaves(results), strict=True):
         own.copy_(x)
+
+
+class _Region(NamedTuple):
+    """The region of a tensor in a memory: the number of its chunk, as numbers of a dtype, and shape,
+    strides and first number there."""
+
+    of: tuple[int, torch.dtype]
+    where: tuple[torch.Size, tuple[int, ...], int]
 
 
 class _Memory:
@@ -209,11 +238,22 @@ class _Memory:
     def alias(self, x: Tensor) -> Tensor | None:
         """Return a tensor that lies where x does without holding the place; None if x lies
         elsewhere."""
-        for chunk in self._chunks:
+        if (region := self.region(x)) is None:
+            return None
+        number, dtype = region.of
+        return self._chunks[number].view(dtype).as_strided(*region.where)
+
+    def region(self, x: Tensor) -> _Region | None:
+        """Return the region of a tensor in this memory; None if it lies elsewhere."""
+        for number, chunk in enumerate(self._chunks):
             offset = x.data_ptr() - chunk.data_ptr()
             if 0 <= offset < len(chunk):
-                return chunk.view(x.dtype).as_strided(x.shape, x.stride(), offset // x.itemsize)
+                return _Region((number, x.dtype), (x.shape, x.stride(), offset // x.itemsize))
         return None
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return a new array over each chunk of the memory."""
+        return [chunk.numpy()[:] for chunk in self._chunks]
 
     def _take(self, n_bytes: int) -> np.ndarray:
         index = next((i for i, (_, n_free) in enumerate(self._free) if n_free >= n_bytes), None)
