@@ -154,6 +154,15 @@ def test_a_folder_is_read_without_its_binary_files(tmp_path):
         [*corpus_at(folder / "one.dat").chunks()]  # named by itself, it was meant
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16-le"])
+def test_in_another_encoding_pictures_alone_are_left_out(tmp_path, encoding):
+    (tmp_path / "page").write_text("été", encoding=encoding)
+    (tmp_path / "cover.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    corpus = corpus_at(tmp_path, encoding=encoding)
+    assert "".join(corpus.chunks()) == "été"
+    assert corpus.warnings == (f"{tmp_path}: 1 binary file is left out (1 × .png)",)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [

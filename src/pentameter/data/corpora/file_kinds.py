@@ -64,14 +64,14 @@ def is_binary(start: bytes) -> bool:
     return 100 * len(_NOT_OF_TEXT.findall(start)) > len(start)
 
 
-def lacks_text(start: bytes) -> bool:
+def lacks_text(start: bytes, *, is_utf8: bool) -> bool:
     """Return True if a file that begins with the bytes `start` is a picture, a recording, a program
     or unknown binary data, which a user would leave out of a corpus. Return False for text (also
     UTF-16 and UTF-32 with their byte order marks), and for kinds that hold text in another form
-    (PDF, ZIP, …)."""
+    (PDF, ZIP, …). Unknown data may be text where another encoding than UTF-8 is meant."""
     if (kind := detect_kind(start)) is not None:
         return kind.remedy.startswith(_LEAVE_OUT)
-    return is_binary(start) and not any(map(start.startswith, MARKS.values()))
+    return is_utf8 and is_binary(start) and not any(map(start.startswith, MARKS.values()))
 
 
 def table_warning(files: Sequence[object]) -> str | None:

@@ -148,16 +148,16 @@ class LocalFile:
         is_small = bool(compression_of(self.name)) or self.name.lower().endswith(".parquet")
         return size * USUAL_COMPRESSION if is_small else size
 
-    def lacks_text(self) -> bool:
-        """Return whether the file begins as a picture, a program or other binary data does. False
-        if its suffix says how to read it (table, archive, compressed), for token ids (`.bin`), and
-        if it cannot be read."""
+    def lacks_text(self, *, is_utf8: bool) -> bool:
+        """Return whether the file begins as a picture, a program or, where UTF-8 is meant, other
+        binary data does. False if its suffix says how to read it (table, archive, compressed), for
+        token ids (`.bin`), and if it cannot be read."""
         name = self.name.lower()
         if is_table(name) or compression_of(name) or name.endswith((TAR_SUFFIX, TOKEN_SUFFIX)):
             return False
         try:
             with self.path.open("rb") as stream:
-                return lacks_text(stream.read(START_BYTES))
+                return lacks_text(stream.read(START_BYTES), is_utf8=is_utf8)
         except OSError:  # reading it says why
             return False
 

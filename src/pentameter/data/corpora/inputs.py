@@ -152,7 +152,8 @@ def inputs_at(
     A folder stands for the files below it, sorted by path. Left out are hidden files and folders,
     `__pycache__`, symlinks to folders, symlinks to files that are listed anyway, and special files
     (pipes, sockets). In a folder with tables (Parquet, Arrow), all other files are left out; in one
-    without, binary files, unless `contents` names another encoding than UTF-8.
+    without, binary files; pictures, programs and the like alone if `contents` names another
+    encoding than UTF-8.
 
     If all files are tables and some are named for training, those named for validation and test are
     held out. Raises ConfigError for a path that does not exist or holds no file, StorageError for
@@ -177,8 +178,8 @@ def inputs_at(
                     "them to read them"
                 )
             files = tables = list(_without_remains(tables))
-        elif root and contents.is_utf8:
-            files, left_out = _with_text(files)
+        elif root:
+            files, left_out = _with_text(files, is_utf8=contents.is_utf8)
             if left_out:
                 warnings.append(_left_out_warning(path, left_out))
         found += files
@@ -189,13 +190,15 @@ def inputs_at(
     return _by_split(named, warnings, has_held_out=has_held_out, are_alone=n_alone == len(named))
 
 
-def _with_text(files: Sequence[InputFile]) -> tuple[list[InputFile], list[InputFile]]:
+def _with_text(
+    files: Sequence[InputFile], *, is_utf8: bool
+) -> tuple[list[InputFile], list[InputFile]]:
     """Return (files to read, files left out) of a folder's `files`: those with binary data are left
     out. If all have binary data, none is: reading the first then tells the user what it is."""
     kept: list[InputFile] = []
     left_out: list[InputFile] = []
     for file in files:
-        is_binary = isinstance(file, LocalFile) and file.lacks_text()
+        is_binary = isinstance(file, LocalFile) and file.lacks_text(is_utf8=is_utf8)
         (left_out if is_binary else kept).append(file)
     return (kept, left_out) if kept else (left_out, [])
 
