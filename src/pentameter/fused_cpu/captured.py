@@ -211,8 +211,8 @@ def _copy(to: Tree, results: Tree) -> None:
 
 
 class _Region(NamedTuple):
-    """The region of a tensor in a memory: the number of its chunk, as numbers of a dtype, and shape,
-    strides and first number there."""
+    """The region of a tensor in a memory: the number of its chunk, which is seen as numbers of a
+    dtype, and the shape, the strides and the first number there."""
 
     of: tuple[int, torch.dtype]
     where: tuple[torch.Size, tuple[int, ...], int]
