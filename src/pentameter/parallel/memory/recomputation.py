@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -41,6 +42,11 @@ _ROUTING_NAMES = ("chosen_experts", "exchange_counts", "ends_on_host")
 """Operations that decide which experts a token gets, and the one for which the host waits. Their
 results are kept however a block is recomputed: a second pass that chose otherwise would
 differentiate another function."""
+_RANDOM_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+"""PyTorch's attention on a CPU, which counts as random whether or not it drops weights. Of each
+random operation that is computed again, the compiler hands the generator's state to the backward
+pass behind a DTensor's mesh, where its own runtime expects no tensor (`functionalize_rng_ops` in
+torch 2.13 and 2.14; on a GPU the state goes another way)."""
 
 
 def recomputed(
@@ -52,7 +58,8 @@ def recomputed(
     """Map each block to a forward that drops its activations, and recomputes them in the backward
     pass; empty if `how` is None.
 
-    `full` keeps only a block's input and its routing. `selective` also keeps the outputs of matmuls
+    `full` keeps only a block's input and its routing, and where a block with sharded weights is
+    compiled for a CPU its attention. `selective` also keeps the outputs of matmuls
     and fused attention, and what experts exchange, and recomputes elementwise operations: norms,
     activation functions, dropout, and the weights in attention that materializes them, which are
     the largest tensors.
@@ -74,9 +81,13 @@ def _kept(block: nn.Module, how: Literal["selective", "full"]) -> dict[str, Any]
     {} to keep only the block's input."""
     match how:
         case "full":
-            if not any(isinstance(module, Router) for module in block.modules()):
+            has_router = any(isinstance(module, Router) for module in block.modules())
+            names = _ROUTING_NAMES if has_router else ()
+            if any(isinstance(parameter, DTensor) for parameter in block.parameters()):
+                return {"context_fn": partial(_contexts_of_sharded, block, names)}
+            if not names:
                 return {}
-            policy = _keep_routing
+            policy: Callable[..., CheckpointPolicy] = partial(_keep_named, names)
         case "selective":
             policy = _keep_matmuls
         case unknown:
@@ -102,6 +113,18 @@ def _contexts(
         return _Keeping(policy, results), _Giving(results)
     first, second = create_selective_checkpoint_contexts(policy)
     return first, second
+
+
+def _contexts_of_sharded(
+    block: nn.Module, names: tuple[str, ...]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the `_contexts` of a block whose weights are DTensors, which keeps the results of
+    operations with these `names`, and of _RANDOM_ATTENTION where it is compiled."""
+    if torch.compiler.is_compiling():
+        names += (_RANDOM_ATTENTION,)
+    if not names:
+        return nullcontext(), nullcontext()
+    return _contexts(block, partial(_keep_named, names))
 
 
 _Results = dict[Any, deque[Any]]
@@ -156,10 +179,12 @@ def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **na
     return checkpoint(forward, *arguments, **options, **named)
 
 
-def _keep_routing(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Policy of selective checkpointing: save the results that decide which experts a token gets,
-    and recompute everything else."""
-    if any(name in str(op) for name in _ROUTING_NAMES):
+def _keep_named(
+    names: tuple[str, ...], ctx: Any, op: Any, *arguments: Any, **options: Any
+) -> CheckpointPolicy:
+    """Policy of selective checkpointing: save the results of operations whose names hold one of
+    `names`, and recompute everything else."""
+    if any(name in str(op) for name in names):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -169,7 +194,6 @@ def _keep_matmuls(ctx: Any, op: Any, *arguments: Any, **options: Any) -> Checkpo
     recompute everything else. Attention is matched by name, as it has one for each device (flash,
     efficient, cuDNN …); ring attention, attention that drops weights in kernels, and matmuls with
     sharded matrices are custom operations."""
-    names = (*_SAVED_NAMES, *_ROUTING_NAMES)
-    if op in _SAVED_MATMULS or any(name in str(op) for name in names):
+    if op in _SAVED_MATMULS:
         return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return _keep_named((*_SAVED_NAMES, *_ROUTING_NAMES), ctx, op)
