@@ -6,6 +6,7 @@ from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.planning.layouts.layout import Layout, parse_layout
 from pentameter.verify.cases import Case, chosen_cases, own_case
+from pentameter.verify.shrink import case_config, shrink
 
 
 def config(**parallel):
@@ -59,6 +60,19 @@ def test_the_other_head_is_the_one_that_the_configuration_has_not():
     untied = load_config("quickstart", {"model.tied_head": False})
     assert {case.tied_head for case in chosen_cases(config(), "all")} == {None, False}
     assert {case.tied_head for case in chosen_cases(untied, "all")} == {None, True}
+
+
+def test_attention_without_dropout_is_compared_where_the_configuration_has_none():
+    dropping = load_config("quickstart", {"model.attention.dropout": 0.2})
+    assert {case.attention_dropout for case in chosen_cases(dropping, "all")} == {None}
+    cases = [case for case in chosen_cases(config(), "all") if case.attention_dropout is False]
+    assert {case.layout.context for case in cases} == {1, 2}
+    small = shrink(config(), cases)
+    assert small.model.attention.dropout > 0
+    for case in cases:
+        assert case_config(small, case).model.attention.dropout == 0
+        assert case_config(small, case.alone).model.attention.dropout == 0
+        assert "no attention dropout" in case.name
 
 
 def test_what_is_written_is_read_back():

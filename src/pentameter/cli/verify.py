@@ -38,9 +38,9 @@ class VerifyArguments:
     """A preset (quickstart, gpt2-124m, …) or a TOML file."""
     layouts: Annotated[str, tyro.conf.arg(metavar="all|best:CLUSTER|LAYOUT;LAYOUT…")] = "all"
     """Layouts with ; between them, like 'data=2,zero=3;tensor=2,pipeline=2'. A layout may also set
-    micro_batches, activation_checkpoint, compile, tied_head, idle_experts and kv_heads.
-    best:h100-80gb:8x1 are those that plan --search finds the fastest there, of the configuration as
-    it is."""
+    micro_batches, activation_checkpoint, compile, tied_head, attention_dropout, idle_experts and
+    kv_heads. best:h100-80gb:8x1 are those that plan --search finds the fastest there, of the
+    configuration as it is."""
     steps: int = 3
     """Optimizer steps to compare."""
     data: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -36,6 +36,7 @@ SETTINGS = {
     "activation_checkpoint": "full or selective",
     "compile": SWITCH,
     "tied_head": SWITCH,
+    "attention_dropout": SWITCH,
     "idle_experts": SWITCH,
     "kv_heads": "in 1 … 64",
 }
@@ -62,6 +63,9 @@ class Case:
     tied_head: bool | None = None
     """Whether the head's weight is the embedding's; None keeps the configuration's setting. It also
     applies to the one process that the case is compared with."""
+    attention_dropout: bool | None = None
+    """False to drop no attention weights: other operations attend then. Else some are dropped,
+    whatever the configuration says. It also applies to the one process."""
     idle_experts: bool | None = None
     """True to leave some experts without tokens from the second step on: each token chooses one
     expert, among those that had the fewest tokens in the step before. None keeps the
@@ -74,7 +78,8 @@ class Case:
     def changes_model(self) -> bool:
         """True if the case's settings change the built-in model; the one process that it is
         compared with then computes the changed model, too."""
-        return (self.tied_head, self.idle_experts, self.kv_heads) != (None, None, None)
+        own = (self.tied_head, self.attention_dropout, self.idle_experts, self.kv_heads)
+        return any(setting is not None for setting in own)
 
     @property
     def alone(self) -> Case:
@@ -124,6 +129,7 @@ class Case:
             "compiled": self.compile,
             "tied head": self.tied_head,
             "untied head": self.tied_head is False,
+            "no attention dropout": self.attention_dropout is False,
             "idle experts": self.idle_experts,
             f"{self.kv_heads} key heads": self.kv_heads,
         }
@@ -155,6 +161,8 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
             other, every = not config.model.tied_head, all_cases()
             possible = [*every["plain"], *every["experts"]]
             possible += (replace(case, tied_head=other) for case in every["other_head"])
+            if config.model.attention.dropout == 0:
+                possible += every["undropped_attention"]
             if config.model.attention.shares_kv_heads and config.model.attention.qk_norm != "width":
                 possible += every["copied_heads"]
             for case in possible:

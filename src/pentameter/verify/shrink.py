@@ -205,7 +205,8 @@ def shrunk_cases(
         try:
             make_plan(case_config(small, case), outline_of=outline_of)
             if not is_gpt and case.changes_model:
-                raise ConfigError("tied_head, idle_experts and kv_heads are of the built-in model")
+                own = "tied_head, attention_dropout, idle_experts and kv_heads"
+                raise ConfigError(f"{own} are of the built-in model")
             if case.idle_experts and config.model.experts.count is None:
                 raise ConfigError("idle_experts=true needs experts; set model.experts.count")
             possible.append(case)
@@ -217,7 +218,7 @@ def shrunk_cases(
 
 def case_config(small: Config, case: Case) -> Config:
     """Return the shrunk configuration `small` with a case's layout, micro-batches, recomputation,
-    kind of head, key heads and routing."""
+    kind of head, attention dropout, key heads and routing."""
     layout = case.layout
     assert small.train.batch_size is not None  # set by shrink
     parallel = ParallelConfig(**layout.to_json(), partition=small.parallel.partition)
@@ -231,6 +232,8 @@ def case_config(small: Config, case: Case) -> Config:
     }
     if case.tied_head is not None:
         changes["model.tied_head"] = case.tied_head
+    if case.attention_dropout is False:
+        changes["model.attention.dropout"] = 0.0
     if case.kv_heads is not None:
         changes["model.attention.n_kv_heads"] = case.kv_heads
     return small.updated(changes)
