@@ -152,11 +152,10 @@ def generation_config(
     which the run drew its samples, if that is not 1 (0: the likeliest token is taken).
 
     `bos_token_id`, from which `generate` begins a text without a prompt, is the tokenizer's opening
-    if it has one. `eos_token_id` also gets the tokens that end an answer in the chat template, of
-    `ends`. If
-    the tokenizer was published with that template, they are added to the published ids, unless all
-    special tokens end answers, as then the published ids know better. In any other case they
-    replace the ids.
+    if it has one. `eos_token_id` also gets the tokens of `ends`, those that end an answer in the
+    chat template. If the tokenizer was published with that template, they are added to the
+    published ids, unless all special tokens end answers, as then the published ids know better. In
+    any other case they replace the ids.
     """
     content = tokenizer.published_generation
     ids = {key: token_ids[key] for key in ("bos_token_id", "eos_token_id") if key in token_ids}

@@ -59,10 +59,10 @@ def recomputed(
     pass; empty if `how` is None.
 
     `full` keeps only a block's input and its routing, and where a block with sharded weights is
-    compiled for a CPU its attention. `selective` also keeps the outputs of matmuls
-    and fused attention, and what experts exchange, and recomputes elementwise operations: norms,
-    activation functions, dropout, and the weights in attention that materializes them, which are
-    the largest tensors.
+    compiled for a CPU its attention. `selective` also keeps the outputs of matmuls and fused
+    attention, and what experts exchange, and recomputes elementwise operations: norms, activation
+    functions, dropout, and the weights in attention that materializes them, which are the largest
+    tensors.
 
     Pass `draws_from_generator` for blocks that draw from PyTorch's generator, whose state is then
     restored for the second pass; keyed dropout needs none. Raises ConfigError for an unknown `how`.
