@@ -187,8 +187,8 @@ class Trainer:
             throughput = Throughput(run.plan, run.compute)
             stack.callback(throughput.close)
             n_threads = run.compute.n_threads if run.compute.device.type == "cpu" else 1
-            idle = stack.enter_context(BesideOthers(n_threads, run.world.all_gather))
-            built_in = (Recorder(), RunLines(idle.take_word), PlannedPace(throughput))
+            beside = stack.enter_context(BesideOthers(n_threads, run.world.all_gather))
+            built_in = (Recorder(), RunLines(beside.take_word), PlannedPace(throughput))
             called = Hooks((*built_in, *hooks))
             checkpoints.on_saved = partial(called.call, "on_checkpoint", run)
             late = reads_late(run, hooks)
