@@ -7,6 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from pentameter.cli import doctor
+from pentameter.machine.load import other_programs
 from pentameter.report.text import doctor as machine
 from pentameter.report.text.doctor import machine_rows
 
@@ -52,6 +53,27 @@ def test_the_verb(facts, monkeypatch, capsys):
     text = capsys.readouterr().out
     for part in ("precision", facts["precision"], "TFLOP/s", "safetensors", "disk free"):
         assert part in text
+
+
+def test_a_rate_measured_beside_other_programs_says_so(facts):
+    cores = facts["devices"]["cpu"]["cores"]
+    quiet = list(machine_rows(facts | {"cores_busy_with_others": 0.2}))
+    assert {row[2] for row in quiet if "TFLOP/s" in row[1]} >= {"measured matrix product"}
+    busy = machine_rows(facts | {"cores_busy_with_others": 0.94})
+    said = f"measured matrix product beside other programs, which kept 0.9 of {cores} cores busy"
+    assert [row[2] for row in busy if row[0] in ("float32", "bfloat16")] == [said, said]
+
+
+def test_other_programs_are_measured_while_products_are(monkeypatch):
+    seconds_of_all = [0.0]
+
+    def multiply(device):
+        seconds_of_all[0] += 1e6
+        return {"float32": 1e9, "bfloat16": None}
+
+    monkeypatch.setattr(other_programs, "busy_seconds", lambda cores: seconds_of_all[0])
+    monkeypatch.setattr(machine, "_ceilings", multiply)
+    assert machine.examine()["cores_busy_with_others"] > 100
 
 
 def test_a_containers_limits_are_listed(facts):

@@ -20,6 +20,7 @@ from pentameter.machine.capabilities import find_compiler, machine_capabilities
 from pentameter.machine.choices import choose_device, choose_precision
 from pentameter.machine.cores_and_memory import cpu_quota, memory_limit
 from pentameter.machine.environment import device_name, environment
+from pentameter.machine.load.other_programs import BUSY_CORES, OtherPrograms
 from pentameter.machine.peaks import measure_matmul, peak_flops
 
 # extra of the package → module that shows it is installed
@@ -51,6 +52,8 @@ def examine() -> dict[str, Any]:
     compiler = find_compiler(device, capabilities)
     name = device_name(device, capabilities)
     around = environment(device, capabilities)
+    others = OtherPrograms()
+    ceilings = _ceilings(device)
     return {
         "torch": str(torch.__version__),
         "torch_is_tested": _is_tested(str(torch.__version__)),
@@ -62,7 +65,8 @@ def examine() -> dict[str, Any]:
         "compile": compiler.works,
         "compile_reason": compiler.reason,
         "kernels": _kernels(),
-        "product_ceiling_flops": _ceilings(device),
+        "product_ceiling_flops": ceilings,
+        "cores_busy_with_others": others.cores(lambda alone: [alone]),
         "published_peak_flops": peak_flops(name, precision),
         "devices": around["devices"],
         "limits": {"cores": cpu_quota(), "memory_bytes": memory_limit()},
@@ -142,9 +146,12 @@ def machine_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for state, names in facts["kernels"].items():
         none = "by no run yet" if state == "proved" else ""
         yield f"kernels {state}", str(len(names)), ", ".join(names) or none
+    how = "measured matrix product"
+    if (busy := facts["cores_busy_with_others"]) >= BUSY_CORES:
+        n = cpu["cores"]
+        how += f" beside other programs, which kept {min(busy, n):.1f} of {n} cores busy"
     for name, flops in facts["product_ceiling_flops"].items():
-        value = "–" if flops is None else f"{flops / 1e12:.3g} TFLOP/s"
-        yield name, value, "measured matrix product"
+        yield name, "–" if flops is None else f"{flops / 1e12:.3g} TFLOP/s", how
     if facts["published_peak_flops"]:
         value = f"{facts['published_peak_flops'] / 1e12:.4g} TFLOP/s"
         yield "published", value, f"dense peak in {facts['precision']}, what MFU is a share of"
