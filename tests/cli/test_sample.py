@@ -28,6 +28,7 @@ from pentameter.config.schema import Config, ModelConfig, TrainConfig
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import CHATML_TEMPLATE, ChatTemplate
+from pentameter.data.tokenizers.render_client import Rendering
 from pentameter.errors import ConfigError
 from pentameter.generation.detokenizer import Detokenizer
 from pentameter.generation.loop import generate
@@ -102,6 +103,22 @@ def test_several_samples_are_told_apart(
     assert capsys.readouterr().out == "".join(
         f"--- sample {i} of 3 ---\na{text}\n" for i, text in enumerate(texts, start=1)
     )
+
+
+def test_several_prompts_are_continued_each_as_if_alone(
+    run_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [run_folder, "--max-new-tokens", "6", "--num-samples", "2"]
+    alone = []
+    for prompt in ("bad", "add"):
+        run([*options, "--prompt", prompt])
+        alone.append(capsys.readouterr().out)
+    run([*options, "--prompt", "bad", "--prompt=add"])
+    first, second = (f"--- prompt {n} of 2 ---\n{text}" for n, text in enumerate(alone, 1))
+    assert capsys.readouterr().out == first + second
+    run([*options, "--prompt", "bad", "--prompt", "add", "--json"])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["prompt"] for each in found] == ["bad", "add"]
 
 
 def test_json(
@@ -303,6 +320,16 @@ def test_an_answer_ends_at_a_text_where_the_tokenizer_lacks_the_template_s_token
     typed(monkeypatch, "bad", "bad")
     run(command)
     assert capsys.readouterr().out == "abc.\n<|no\n\n"
+
+
+def test_one_process_renders_the_template_of_a_chat(
+    tmp_path: Path, model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_talker(tmp_path, model)
+    started, start = [], Rendering.__enter__
+    monkeypatch.setattr(Rendering, "__enter__", lambda self: started.append(self) or start(self))
+    run([str(tmp_path), "--chat", "--prompt", "bad", "--max-new-tokens", "3"])
+    assert len(started) == 1
 
 
 def test_a_system_message_comes_before_the_prompt(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import sys
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pentameter.checkpoint.folders.load_model import LoadedModel
-    from pentameter.data.tokenizers.base import Ends
     from pentameter.generation.detokenizer import Detokenizer
     from pentameter.generation.loop import Generation
+    from pentameter.generation.prompts import Prompt
 
 WIDTH = 80
 """Line width of tables without a terminal, in characters."""
@@ -49,10 +48,13 @@ class SampleArguments:
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder (its best checkpoint, else its last), a checkpoint folder, or a Hugging Face
     folder."""
-    prompt: str = ""
-    """The text to continue. Without one it starts after the token with which the tokenizer begins
-    texts, else after <|endoftext|> where it has it; else, and where the model was trained on too
-    few documents to learn what these begin, after a newline; none is printed."""
+    prompt: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")
+    ] = ()
+    """The text to continue; given several times, each text is, as if alone. Without one it starts
+    after the token with which the tokenizer begins texts, else after <|endoftext|> where it has it;
+    else, and where the model was trained on too few documents to learn what these begin, after a
+    newline; none is printed."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Read the prompt from this UTF-8 file instead."""
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -74,7 +76,7 @@ class SampleArguments:
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
     """Keep only the fewest likeliest tokens that hold this much probability together."""
     num_samples: int = 1
-    """Texts, all of the same prompt, sampled as one batch."""
+    """Texts of each prompt, sampled as one batch."""
     seed: int = 0
     """The same seed gives the same texts."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -84,18 +86,15 @@ class SampleArguments:
     bits, too. `weights` is what the weights were saved in, or fp32 if a model was published in 16
     bits."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON object at the end instead of text."""
+    """Print one JSON object at the end of each prompt instead of text."""
 
 
 def run(arguments: list[str]) -> int:
     """Print texts sampled as `arguments` (the command line after the verb) ask, and return the exit
     code 0."""
     asked = parse(SampleArguments, arguments, verb="sample")
-    prompt = _prompt(asked)
-    from pentameter.data.tokenizers.base import NO_ENDS
-    from pentameter.data.tokenizers.render_client import ends_of_answers
+    prompts = _prompts(asked)
     from pentameter.generation.loop import Generation
-    from pentameter.generation.prompts import encode_chat, encode_prompt
 
     if asked.system and not asked.chat:
         raise ConfigError(
@@ -114,27 +113,35 @@ def run(arguments: list[str]) -> int:
     )
     loaded = load_for_verb(asked.model, device_for_verb(asked.device), asked.precision)
     settings = _as_published(settings, given, loaded)
-    if asked.experts:
-        _print_expert_choices(loaded, prompt, as_json=asked.json)
-        return 0
-    ends = ends_of_answers(loaded.tokenizer) if asked.chat else NO_ENDS
     with BesideOthers():
         if _is_loop(asked):
-            _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat, system=asked.system)
+            _ask_for_prompts(loaded, settings, is_chat=asked.chat, system=asked.system)
             return 0
-        tokenizer = loaded.tokenizer
-        ids = (
-            encode_chat(tokenizer, prompt, system=asked.system)
-            if asked.chat
-            else encode_prompt(tokenizer, prompt)
-        )
-        continues = bool(prompt) and not asked.chat
-        steps, samples = _sampled(loaded, ids, settings, ends, continues=continues)
-        if asked.json:
-            _print_json(steps, samples, prompt)
-        else:
-            _print_text(steps, samples, "" if asked.chat else prompt)
+        for number, prompt in enumerate(prompts, 1):
+            if len(prompts) > 1 and not asked.json:
+                print(f"--- prompt {number} of {len(prompts)} ---")
+            _print_samples(loaded, settings, asked, prompt)
     return 0
+
+
+def _print_samples(
+    loaded: LoadedModel, settings: Generation, asked: SampleArguments, prompt: str
+) -> None:
+    """Print what `asked` asks of one prompt: its samples, or its experts."""
+    from pentameter.generation.prompts import chat_prompt, text_prompt
+
+    if asked.experts:
+        _print_expert_choices(loaded, prompt, as_json=asked.json)
+        return
+    if asked.chat:
+        opening = chat_prompt(loaded.tokenizer, prompt, system=asked.system)
+    else:
+        opening = text_prompt(loaded.tokenizer, prompt)
+    steps, samples = _sampled(loaded, opening, settings)
+    if asked.json:
+        _print_json(steps, samples, prompt)
+    else:
+        _print_text(steps, samples, opening.text)
 
 
 def _as_published(settings: Generation, given: Collection[str], loaded: LoadedModel) -> Generation:
@@ -178,48 +185,42 @@ def _print_expert_choices(loaded: LoadedModel, text: str, *, as_json: bool) -> N
 
 def _is_loop(asked: SampleArguments) -> bool:
     """Return True to ask for prompts on the terminal: input and output are a terminal, and no
-    prompt, --json or several samples were given."""
-    given = asked.prompt or asked.prompt_file is not None or asked.json or asked.num_samples > 1
+    prompt, --json, --experts or several samples were given."""
+    has_prompt = bool(asked.prompt) or asked.prompt_file is not None
+    given = has_prompt or asked.json or asked.experts or asked.num_samples > 1
     return not given and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _sampled(
-    loaded: LoadedModel,
-    prompt_ids: np.ndarray,
-    settings: Generation,
-    ends: Ends,
-    *,
-    continues: bool,
+    loaded: LoadedModel, prompt: Prompt, settings: Generation
 ) -> tuple[Iterator[np.ndarray], list[Detokenizer]]:
     """Start sampling. Return an iterator over each step's tokens (B,), for B samples, and a
-    detokenizer for each sample. The iterator ends once all samples have ended.
-
-    ends: what ends a sample. continues: True if texts are printed after the prompt, so that a space
-    that separates words is kept.
-    """
+    detokenizer for each sample. The iterator ends once all samples have ended."""
     from pentameter.generation.detokenizer import Detokenizer
     from pentameter.generation.loop import sampled_tokens
 
     tokenizer = loaded.tokenizer
-    steps = sampled_tokens(loaded.model, prompt_ids, tokenizer.vocab_size, settings)
-    before = prompt_ids.tolist() if continues else ()
-    samples = [Detokenizer(tokenizer, before, ends) for _ in range(settings.num_samples)]
+    steps = sampled_tokens(loaded.model, prompt.ids, tokenizer.vocab_size, settings)
+    before = prompt.ids.tolist() if prompt.text else ()  # after it a space between words is kept
+    samples = [Detokenizer(tokenizer, before, prompt.ends) for _ in range(settings.num_samples)]
     return _until_ended(steps, samples), samples
 
 
 def _ask_for_prompts(
-    loaded: LoadedModel, settings: Generation, ends: Ends, *, is_chat: bool, system: str
+    loaded: LoadedModel, settings: Generation, *, is_chat: bool, system: str
 ) -> None:
-    """Read prompts, a line each, until the input ends, and print the model's continuation, up to
-    what `ends` names. If `is_chat`, print its answer to the conversation so far, which begins with
-    the message `system` unless that is empty. Seeds count up from that in `settings`."""
-    from pentameter.data.tokenizers.render_client import render
-    from pentameter.generation.prompts import encode_messages, encode_prompt, template_of
+    """Read prompts, a line each, until the input ends, and print the model's continuation. If
+    `is_chat`, print its answer to the conversation so far, which begins with the message `system`
+    unless that is empty. Seeds count up from that in `settings`."""
+    from pentameter.data.tokenizers.base import NO_ENDS
+    from pentameter.data.tokenizers.render_client import ends_of_answers, render
+    from pentameter.generation.prompts import Prompt, encode_messages, template_of, text_prompt
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and come again with the arrow keys)
 
     template = template_of(loaded.tokenizer) if is_chat else None
+    ends = ends_of_answers(loaded.tokenizer) if is_chat else NO_ENDS
     print(LOOP_HELP if template is None else CHAT_HELP, file=sys.stderr)
     opening = [{"role": "system", "content": system}] if system else []
     messages = opening
@@ -235,15 +236,14 @@ def _ask_for_prompts(
         turn = [*messages, {"role": "user", "content": line}]
         try:
             if template is None:
-                ids = encode_prompt(loaded.tokenizer, line)
+                prompt = text_prompt(loaded.tokenizer, line)
             else:
                 ids = encode_messages(loaded.tokenizer, turn, partial(render, template))
+                prompt = Prompt("", ids, ends)
         except ConfigError as error:  # such as a character that the model does not know
             remark(str(error))
             continue
-        continues = bool(line) and not is_chat
-        one = dataclasses.replace(settings, seed=seed)
-        steps, samples = _sampled(loaded, ids, one, ends, continues=continues)
+        steps, samples = _sampled(loaded, prompt, replace(settings, seed=seed))
         (text,) = _print_text(steps, samples, "", KeyboardInterrupt)
         messages = [*turn, {"role": "assistant", "content": text}]
 
@@ -256,17 +256,17 @@ def _until_ended(steps: Iterator[np.ndarray], samples: list[Detokenizer]) -> Ite
             return
 
 
-def _prompt(asked: SampleArguments) -> str:
+def _prompts(asked: SampleArguments) -> tuple[str, ...]:
     if asked.prompt_file is None:
-        return asked.prompt
+        return asked.prompt or ("",)
     if asked.prompt:
         raise ConfigError(
-            f"--prompt {asked.prompt!r} and --prompt-file {asked.prompt_file} exclude each other; "
-            "keep one"
+            f"--prompt {asked.prompt[0]!r} and --prompt-file {asked.prompt_file} exclude each "
+            "other; keep one"
         )
     with storage_errors(asked.prompt_file, "read"):
         try:
-            return asked.prompt_file.read_bytes().decode("utf-8-sig")
+            return (asked.prompt_file.read_bytes().decode("utf-8-sig"),)
         except FileNotFoundError as error:
             raise ConfigError(f"--prompt-file {asked.prompt_file} does not exist") from error
         except UnicodeDecodeError as error:

@@ -12,7 +12,7 @@ import numpy as np
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.data.tokenizers.base import NO_ENDS, Ends, Tokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate, escaped, without_marks
-from pentameter.data.tokenizers.render_client import ends_of_answers, render
+from pentameter.data.tokenizers.render_client import Rendering, ends_of_answers
 from pentameter.data.tokenizers.renderer import RenderRequest
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Tokens
@@ -49,12 +49,12 @@ def question_prompt(
     if message:
         if tokenizer.chat is None:  # prompts and completions that are texts
             return None
-        ids = encode_chat(tokenizer, message, date)
+        prompt = chat_prompt(tokenizer, message, date)
+    elif len(ids := split.first_prompt):
+        prompt = Prompt("", ids, ends_of_answers(tokenizer))
     else:
-        ids = split.first_prompt
-    if not len(ids):
         return None
-    return Prompt(tokenizer.decode(ids), ids, ends_of_answers(tokenizer))
+    return replace(prompt, text=tokenizer.decode(prompt.ids))
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
@@ -80,19 +80,23 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
     return newline if len(newline) else np.zeros(1, dtype=np.int64)
 
 
-def encode_chat(
+def chat_prompt(
     tokenizer: Tokenizer, message: str, date: str | None = None, *, system: str = ""
-) -> Tokens:
-    """Return the ids (n,) for a user's message in the tokenizer's chat template, up to where the
-    answer starts, after the message `system` if there is one. `date` (YYYY-MM-DD) is the day that
-    the template is told; None for today.
+) -> Prompt:
+    """Return a user's message in the tokenizer's chat template as a Prompt that prints nothing: its
+    ids lead up to where the answer starts, after the message `system` if there is one. `date`
+    (YYYY-MM-DD) is the day that the template is told; None for today. The answer ends as
+    `ends_of_answers` says.
 
     Raises ConfigError if the tokenizer has no template, or the template refuses the messages.
     """
     roles = {"system": system, "user": message}
     messages = [{"role": r, "content": said} for r, said in roles.items() if said or r == "user"]
-    template = template_of(tokenizer)
-    return encode_messages(tokenizer, messages, lambda on: render(template, replace(on, date=date)))
+    with Rendering(template_of(tokenizer)) as rendering:
+        ids = encode_messages(
+            tokenizer, messages, lambda on: rendering.text(replace(on, date=date))
+        )
+        return Prompt("", ids, ends_of_answers(tokenizer, rendering.text))
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
