@@ -125,9 +125,9 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:
-    """Return the `count` divisors of n nearest to `wanted`, ascending; all if n has fewer."""
-    return sorted(sorted(divisors(n), key=lambda d: (abs(d - wanted), d))[:count])
+def nearest_divisors(n: int, wanted: int) -> list[int]:
+    """Return the four divisors of n nearest to `wanted`, ascending; all if n has fewer."""
+    return sorted(sorted(divisors(n), key=lambda d: (abs(d - wanted), d))[:4])
 
 
 def listed(values: Iterable[object]) -> str:

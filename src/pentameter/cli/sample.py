@@ -295,7 +295,7 @@ def _print_json(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt:
 def _print_text(
     steps: Iterator[np.ndarray],
     samples: list[Detokenizer],
-    prompt: str = "",
+    prompt: str,
     *ended_by: type[BaseException],
 ) -> list[str]:
     """Print the first sample, after the prompt, while it grows, and the others once they are

@@ -134,8 +134,8 @@ class _Opener:
     verify: bool
     progress: Progress
     warnings: list[str]
-    kept: Collection[str] = ()
-    are_several: bool = False
+    kept: Collection[str]
+    are_several: bool
     """Whether the data set is one of several `data.sources`, which have one set of settings. A
     setting that cannot apply to it is then ignored instead of refused: settings of files for
     prepared shards, a chat template for text (but for its special tokens)."""
@@ -171,7 +171,7 @@ def preparation_of(
     *,
     paths: Sequence[str | Path] = (),
     is_shared: bool = False,
-    progress: Progress = no_progress,
+    progress: Progress,
 ) -> Preparation:
     """Return a Preparation for the corpus that `data` names, or for the files at `paths` instead.
     It can write token shards, or open them from the cache; nothing is encoded yet.
@@ -232,13 +232,13 @@ def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
 
 
 def open_evaluations(
-    data: DataConfig, tokenizer: Tokenizer, *, verify: bool = True, progress: Progress = no_progress
+    data: DataConfig, tokenizer: Tokenizer, *, verify: bool, progress: Progress
 ) -> dict[str, TokenSplit]:
     """Open each text in `data.evaluations`, whole, as one split with tokens by `tokenizer`; return
     them, entry's name → split. Entries without a path (questions) are left out. `verify` checks
     files against their hashes; `progress` is called with a pass's name, the bytes done and the
     bytes in all. Raises ConfigError, CorruptError and StorageError as `open_dataset` does."""
-    found, opener = {}, _Opener(verify, progress, warnings=[], are_several=True)
+    found, opener = {}, _Opener(verify, progress, warnings=[], kept=(), are_several=True)
     for each in data.evaluations:
         if each.path is None:  # questions
             continue

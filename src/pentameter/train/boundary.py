@@ -121,7 +121,7 @@ class Boundary:
         run.console.say_text(text.strip("\n"))
         self.hooks.call("on_sample", run, SampledText(state.step, text))
 
-    def end_if_due(self, step_seconds: float, beside: Sequence[int] = ()) -> RunEnd | None:
+    def end_if_due(self, step_seconds: float, beside: Sequence[int]) -> RunEnd | None:
         """Return the end of the run if it ends at this step, else None. It ends after a stop signal
         on any rank, the last step, `train.patience` evaluations in a row without a new best, or a
         hook's call to `run.stop`.

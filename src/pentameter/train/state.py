@@ -129,7 +129,7 @@ class TrainState:
             return False
         return self.step % interval == 0 or self.step == n_steps
 
-    def record_eval(self, loss: float, *, trained: bool, of: str = "val") -> bool:
+    def record_eval(self, loss: float, *, trained: bool, of: str) -> bool:
         """Record an evaluation's validation loss at this step, and return True if it is the best so
         far of those measured on the same, `of`.
 

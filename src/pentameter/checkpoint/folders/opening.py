@@ -121,7 +121,7 @@ def find_model(
             f"has no {MANIFEST_NAME}) nor a Hugging Face folder (it has no config.json); found "
             f"there: {found}"
         )
-    checkpoint = best_checkpoint(folder, warnings, check=check)
+    checkpoint = best_checkpoint(folder, warnings, check)
     if checkpoint is None:
         raise ConfigError(
             f"{path} is a run without a checkpoint yet; wait for its first, or train further"
@@ -137,7 +137,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def best_checkpoint(
-    folder: Path, warnings: list[str], run_id: str | None = None, check: Check = check_content
+    folder: Path, warnings: list[str], check: Check, run_id: str | None = None
 ) -> Checkpoint | None:
     """Find the verified checkpoint in `folder` (a run's `checkpoints/`) that represents its run;
     None if there is none.

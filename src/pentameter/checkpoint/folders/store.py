@@ -392,7 +392,7 @@ class CheckpointStore:
     def best(self) -> Checkpoint | None:
         """Find the verified checkpoint that represents this run (see `best_checkpoint`); None if
         the run has none. Raises CorruptError if all are damaged."""
-        return best_checkpoint(self.folder, self.warnings, self.run_id, self.verification.check)
+        return best_checkpoint(self.folder, self.warnings, self.verification.check, self.run_id)
 
     def clean(self) -> list[str]:
         """Remove the folders that saves and removals of a process which has ended left unfinished;

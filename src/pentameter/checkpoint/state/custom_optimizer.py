@@ -93,7 +93,7 @@ def _noted(value: Any, held: Held) -> _Noted:
 
 
 def custom_tensors(
-    optimizer: Optimizer, held: Held, without: Collection[str] = ()
+    optimizer: Optimizer, held: Held, without: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """Return name → tensor for all tensors that a custom optimizer keeps, detached but not copied.
     The states of the parameters named in `without` are left out. If `without` contains "", tensors

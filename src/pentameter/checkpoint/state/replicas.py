@@ -32,7 +32,7 @@ _CHUNK_WORDS = 2**18  # 2 MB: stays in a CPU's cache, and is enough work for a G
 def differing_replicas(
     groups: Groups,
     world: World,
-    meshes: Sequence[DeviceMesh] = (),
+    meshes: Sequence[DeviceMesh],
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> str | None:
     """Return a sentence that names a tensor whose replicas differ and the ranks that hold them, the

@@ -27,7 +27,7 @@ _LOOKED_AT_BYTES = 1 << 16
 
 def configuration_of(
     source: str | Path | Config | None,
-    overrides: Overrides = (),
+    overrides: Overrides,
     own: Callable[[], Path | Config] | None = None,
 ) -> tuple[str | Path | Config, Overrides]:
     """Return (source, overrides) to pass to `load_config`. If `source` is a configuration, a preset

@@ -26,7 +26,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -128,7 +128,7 @@ class GrammarFile:
     """The `grammar` corpus as an `InputFile`, whose text is generated as it is read."""
 
     settings: GrammarConfig
-    name: str = "grammar"
+    name: ClassVar[str] = "grammar"
 
     @property
     def n_bytes(self) -> int:

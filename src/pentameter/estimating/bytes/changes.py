@@ -47,7 +47,7 @@ def settings_that_fit(
 
 
 def fitting_micro_batches(
-    plan: Plan, usable_bytes: float, precision: str | None, *, drops_by_blocks: bool = False
+    plan: Plan, usable_bytes: float, precision: str | None, *, drops_by_blocks: bool
 ) -> int:
     """Return the largest micro-batch, in sequences, up to the Plan's own, with which the bytes of
     the fullest rank fit into `usable_bytes`. If none fits, return the largest with which they are

@@ -246,8 +246,8 @@ def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:
 def all_candidates(
     config: Config,
     cluster: Cluster,
-    vocab_size: int | None = None,
-    rows_per_epoch: int | None = None,
+    vocab_size: int | None,
+    rows_per_epoch: int | None,
     *,
     imbalance: float = 1.0,
     matmuls: str | None = None,

@@ -53,7 +53,7 @@ def trained_precision(precision: str) -> str:
     return LINEAR_ONLY.get(precision, precision)
 
 
-def multiplied_in(precision: str, matmul_precision: MatmulPrecision | None = None) -> str:
+def multiplied_in(precision: str, matmul_precision: MatmulPrecision | None) -> str:
     """Return the number format in which a GPU multiplies, as a key in `Device.tflops`. It is
     `precision` (a `train.precision`), unless that is fp32 or tf32 and `matmul_precision` selects
     the other one. `medium` sounds like bf16, but is TF32 in torch

@@ -47,7 +47,7 @@ def check_layout(layout: Layout, config: Config, local_size: int | None = None) 
 
 
 def check_custom_layout(
-    layout: Layout, config: Config, outline: ModelOutline, local_size: int | None = None
+    layout: Layout, config: Config, outline: ModelOutline, local_size: int | None
 ) -> None:
     """Raise ConfigError if the layout cannot shard a custom model, naming the `OwnModel` argument
     that it lacks. `outline` holds the model's parameters and the arguments that it was given;
@@ -110,7 +110,7 @@ def check_custom_layout(
         )
 
 
-def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_replicas: int = 1) -> str | None:
+def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_replicas: int) -> str | None:
     """Return, as text with the reason, the layout's first setting under which adapters (LoRA)
     cannot be trained; None if they can be, or if there are none. Obstacles are a tensor mode other
     than 1d, `kv_replicas` above 1, and a schedule that splits the backward pass. `kv_replicas` is

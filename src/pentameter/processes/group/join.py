@@ -103,7 +103,7 @@ def lone_world() -> World:
 
 
 def joined_world_of(
-    config: Config, launched: LaunchedRank | None = None, meeting: Meeting | None = None
+    config: Config, launched: LaunchedRank | None, meeting: Meeting | None = None
 ) -> contextlib.AbstractContextManager[World]:
     """Return a context manager that joins the processes of a run and yields their World. It is
     `joined_world` with the configuration's device and timeout; if ZeRO shards parameters, it makes

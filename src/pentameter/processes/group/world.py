@@ -105,11 +105,11 @@ class World:
         """Return once every rank has reached this call. Collective."""
         self.all_reduce_max(0)
 
-    def await_main(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
+    def await_main(self, is_busy: Callable[[], bool], doing: str) -> None:
         """Wait on every rank until `is_busy`, called on rank 0 every PAUSE_SECONDS, returns False.
         Use it while rank 0 works for longer than the others may wait in a collective. Meanwhile
-        `doing` and `step` are noted as every rank's activity. Collective."""
-        self._await_all(lambda: self.is_main and is_busy(), doing, step)
+        `doing` is noted as every rank's activity. Collective."""
+        self._await_all(lambda: self.is_main and is_busy(), doing, 0)
 
     def _await_all(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
         """Wait until `is_busy()` returns False on every rank; meanwhile `doing` and `step` are

@@ -238,7 +238,7 @@ def overlay_figure(
     return figure
 
 
-def loss_curve(record: RecordedRun, loss: str, unit: str = NATS) -> Series:
+def loss_curve(record: RecordedRun, loss: str, unit: str) -> Series:
     """Return one loss (a key in LOSSES) of a run as a curve in `unit`. Bits per byte are nats per
     token × the ratio of the two in the run's evaluations, which follows from its tokens' mean
     length; without evaluations the curve is empty."""

@@ -138,7 +138,7 @@ def layout_rows(found: Found) -> list[tuple[str, ...]]:
 
 
 def write_plan_page(
-    path: Path, estimate: Estimate, found: Found | None = None, price: float | None = None
+    path: Path, estimate: Estimate, found: Found | None, price: float | None
 ) -> Path:
     """Write the page about a planned run to `path` and return `path`. found: a search's result to
     list; price: money per device-hour. Raises StorageError."""

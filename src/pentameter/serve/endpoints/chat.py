@@ -191,7 +191,7 @@ class ChatAnswer(ChoicesAnswer):
 
     prefix, kind, kind_of_chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, job: Job, *, has_tools: bool = False) -> None:
+    def __init__(self, job: Job, *, has_tools: bool) -> None:
         super().__init__(job)
         reader = reader_of(job, has_tools=has_tools)
         self._choices = [Spoken(reader) for _ in job.texts]

@@ -192,7 +192,7 @@ class CheckpointCopies:
             return None
         self._release()
         wait = _Wait(self, is_stopping, self._settings.copy_wait_seconds, say)
-        world.await_main(lambda: not wait.is_over(), "copying", 0)
+        world.await_main(lambda: not wait.is_over(), "copying")
         return world.broadcast(self._not_copied())
 
     def finish_after_error(

@@ -22,7 +22,7 @@ ACTIVATION_BYTES = 2e9
 
 
 def configuration_to_train(
-    source: str | Path | Config | None, overrides: Overrides = (), init_from: Path | None = None
+    source: str | Path | Config | None, overrides: Overrides, init_from: Path | None
 ) -> tuple[str | Path | Config, Overrides]:
     """Return (source, overrides) to pass to `load_config`, as `configuration_of` does. A run that
     begins from the model in the folder `init_from` (None: from random weights) takes that model's

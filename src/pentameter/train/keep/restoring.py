@@ -56,7 +56,7 @@ def restore_newer_copy(request: RunRequest, console: Console) -> RemoteCopies | 
     restoring = _Restoring(request, settings.copy_to, console, there)
     if world.is_main:
         restoring.start()
-    world.await_main(restoring.is_busy, "restoring", 0)
+    world.await_main(restoring.is_busy, "restoring")
     console.show("")
     warnings = world.on_main(restoring.outcome)
     console.warn(warnings)

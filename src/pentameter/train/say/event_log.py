@@ -38,9 +38,9 @@ class EventLog:
             if not self._log.is_closed_for_good:
                 self._trackers.write(event)
 
-    def show_text(self, name: str, text: str, step: int) -> None:
-        """Send a text to the trackers, under `name` at `step`; metrics.jsonl does not get it."""
-        self._trackers.text(name, text, step)
+    def show_sample(self, text: str, step: int) -> None:
+        """Send the text sampled at `step` to the trackers; metrics.jsonl does not get it."""
+        self._trackers.text("sample", text, step)
 
     def sync(self) -> dict[str, Any]:
         """Sync metrics.jsonl to disk. Return the state that a checkpoint keeps, for

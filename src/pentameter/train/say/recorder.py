@@ -72,7 +72,7 @@ class Recorder:
     def on_sample(self, run: TrainingRun, sample: SampledText) -> None:
         """Send the text to the trackers alone: the run folder has a separate file for each
         sample."""
-        run.events.show_text("sample", sample.text, sample.step)
+        run.events.show_sample(sample.text, sample.step)
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
         """Write the event `end` with step, reason, seconds and kind, and finish the trackers."""

@@ -76,7 +76,7 @@ def settings_warnings(
     batches: TrainingBatches | CustomBatches,
     init_from: Path | None,
     *,
-    own_schedule: bool = False,
+    own_schedule: bool,
 ) -> list[str]:
     """Return warnings about settings that need more text, a longer run or initial weights.
     `init_from` is the path to the model that the weights come from; None for random weights. With

@@ -20,7 +20,7 @@ from pentameter.config.schema import Config
 from pentameter.config.tables import packaged_table
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.open_dataset import open_dataset
-from pentameter.data.progress import Progress, no_progress
+from pentameter.data.progress import Progress
 from pentameter.data.shards.dataset import Dataset
 from pentameter.data.shards.format import find_header
 from pentameter.errors import ConfigError
@@ -146,8 +146,8 @@ def choose_for_time(
     budget: TimeBudget,
     *,
     sizes: bool,
-    tunes: bool = False,
-    progress: Progress = no_progress,
+    tunes: bool,
+    progress: Progress,
 ) -> Choice:
     """Choose settings for a run that ends within the budget, by a trial on this machine.
 
@@ -340,7 +340,7 @@ def choose_to_go_on(
     budget: TimeBudget,
     settings: Mapping[str, Any],
     begun: int,
-    progress: Progress = no_progress,
+    progress: Progress,
 ) -> Choice:
     """Choose the length of a run that goes on from step `begun`, before its cool-down, so that its
     further steps end within the budget. `settings` are those chosen for the run so far; the other
