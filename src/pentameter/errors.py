@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 LONGEST_WORD = 600
 """Most characters of a word, such as a path, that a message shows whole; longer words lose their
@@ -133,6 +134,14 @@ def nearest_divisors(n: int, wanted: int) -> list[int]:
 def listed(values: Iterable[object]) -> str:
     """Join values as text with commas: "a, b, c"."""
     return ", ".join(map(str, values))
+
+
+def few(values: Iterable[Any], most: int = 5) -> str:
+    """Sort values and join them as text with commas; of more than `most`, the first ones and how
+    many more there are: "a, b, c and 9 more"."""
+    ordered = sorted(values)
+    rest = len(ordered) - most
+    return listed(ordered[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def either(values: Iterable[object]) -> str:

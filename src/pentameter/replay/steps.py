@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from pentameter.checkpoint.folders.opening import Checkpoint
-from pentameter.checkpoint.format.lazy_tensors import few
 from pentameter.config.schema import ScheduleConfig
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, few
 from pentameter.optim.build import AnyOptimizer, JointOptimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.engine import Engine

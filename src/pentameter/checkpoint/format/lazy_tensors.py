@@ -9,15 +9,13 @@ from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING, Literal
 
-from pentameter.errors import CorruptError
+from pentameter.errors import CorruptError, few
 
 if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "torch.Tensor | LazyTensor"]
 """Mapping from name to tensor, in memory or lazy."""
-
-_N_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -132,11 +130,3 @@ def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
     parts = [f"missing: {few(missing)}"] if missing else []
     parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
     return "; ".join(parts)
-
-
-def few(names: Iterable[str]) -> str:
-    """Return the names, sorted and joined with commas; of more than five, the first ones and a
-    count of the rest."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
-    return ", ".join(ordered[:_N_SHOWN]) + more

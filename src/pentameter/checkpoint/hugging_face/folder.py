@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pentameter.checkpoint.folders.model_folder import StoredModel
-from pentameter.checkpoint.format.lazy_tensors import LazyTensor, check_weights, few
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor, check_weights
 from pentameter.checkpoint.format.manifest import is_plain_name
 from pentameter.checkpoint.format.safetensors_format import plan_file
 from pentameter.checkpoint.format.tensor_reader import StoredTensors
@@ -52,7 +52,7 @@ from pentameter.data.tokenizers.base import GENERATION, Tokenizer
 from pentameter.data.tokenizers.setting import is_gpt2
 from pentameter.disk.atomic import read_json, refuse_existing, write_hashed
 from pentameter.disk.lock import building
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, few
 from pentameter.planning.gpt import parameter_table
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

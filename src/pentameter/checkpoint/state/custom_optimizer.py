@@ -25,7 +25,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from pentameter.checkpoint.format.lazy_tensors import Tensors, few
+from pentameter.checkpoint.format.lazy_tensors import Tensors
 from pentameter.checkpoint.format.manifest import decode_versioned, encode_json, well_formed
 from pentameter.checkpoint.state.packed_values import (
     Held,
@@ -35,7 +35,7 @@ from pentameter.checkpoint.state.packed_values import (
     is_helper,
     tensor_names,
 )
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, few
 from pentameter.processes.group.world import World
 
 FILE_NAME = "optimizer.json"

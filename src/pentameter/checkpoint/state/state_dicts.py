@@ -16,10 +16,9 @@ from pentameter.checkpoint.format.lazy_tensors import (
     Tensors,
     check_fits,
     copy_region,
-    few,
     name_differences,
 )
-from pentameter.errors import CorruptError
+from pentameter.errors import CorruptError, few
 from pentameter.parallel.local_shards import common_region
 from pentameter.processes.group.world import World
 

@@ -28,6 +28,7 @@ from pentameter.errors import (
     PentameterError,
     StorageError,
     TrainingFailedError,
+    few,
     printable,
     terminal_message,
 )
@@ -129,8 +130,7 @@ def spelled(ranks: Sequence[int]) -> str:
     if len(ranks) < 2:
         return "".join(f"rank {rank}" for rank in ranks)
     if len(ranks) > _MOST_RANKS_NAMED:
-        shown = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
-        return f"ranks {shown} and {len(ranks) - _MOST_RANKS_NAMED} more"
+        return f"ranks {few(ranks, _MOST_RANKS_NAMED)}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 

@@ -25,7 +25,7 @@ from pentameter.checkpoint.folders.verification import Verification
 from pentameter.config.files.load import load_config
 from pentameter.config.fingerprint import config_hash, diff_configs
 from pentameter.config.schema import Config
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, few
 from pentameter.optim.schedule import learning_rate
 from pentameter.planning.layouts.layout import Layout
 from pentameter.planning.plan import Plan, default_cooldown
@@ -85,7 +85,7 @@ def refuse_foreign(path: Path, identity: RunIdentity | None) -> None:
         has_plan = (path / "plan.json").exists()
         if names:
             raise ConfigError(
-                f"{path} has no config.toml, and holds the checkpoints {_few(names)} of a run; "
+                f"{path} has no config.toml, and holds the checkpoints {few(names, 3)} of a run; "
                 f"each has a copy: put {path}/checkpoints/{names[-1]}/config.toml back into {path} "
                 f"to continue the run, or give {branch} to branch off, or {NEW_FOLDER}"
             )
@@ -107,7 +107,7 @@ def refuse_foreign(path: Path, identity: RunIdentity | None) -> None:
         others = ", ".join(sorted(set(foreign.values())))
         raise ConfigError(
             f"{path} mixes two runs: plan.json is of run {identity.run_id}, and the checkpoints "
-            f"{_few(sorted(foreign))} are of {others}. Put the plan.json and config.toml of the "
+            f"{few(foreign, 3)} are of {others}. Put the plan.json and config.toml of the "
             f"checkpoints' run back, or move those checkpoints away, or give {branch} to branch "
             f"off, or {NEW_FOLDER}"
         )
@@ -317,7 +317,3 @@ def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
             f"train.steps={plan.steps} is not beyond; say how many there are to be in all"
         )
     return plan_of(config.updated({"schedule.start_step": start}))
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
 
+from pentameter.errors import few
 from pentameter.evaluate.split import perplexity
 from pentameter.formatting import duration, rough_duration, size, sparkline
 from pentameter.record.events import (
@@ -245,8 +246,7 @@ class _IdleExperts:
 def _idle_words(metrics: ExpertMetrics, idle: Mapping[int, int], balance: str) -> str:
     """Return a sentence about the `idle` experts (number → step since which it has been idle), and
     what `model.router.balance` can do about them. `balance` is its present value."""
-    numbers = ", ".join(map(str, [*idle][:8])) + (f" and {len(idle) - 8} more" * (len(idle) > 8))
-    which = f"experts {numbers}" if len(idle) > 1 else f"expert {numbers}"
+    which = f"expert{'s' if len(idle) > 1 else ''} {few(idle, 8)}"
     remedy = (
         "a larger model.router.balance_rate"
         if balance == "bias"
