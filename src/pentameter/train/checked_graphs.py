@@ -51,8 +51,8 @@ def refuse_wrong_graphs(
         stack.enter_context(keeping_buffers(engine.models))
         compiled = computed()
         obstacles = [each.graph_obstacle for each in graphs]
-        reasons = engine.world.all_gather(next(filter(None, obstacles), None))
-        if (reason := next(filter(None, reasons), None)) or engine.device.type != "cpu":
+        reason = engine.world.first(next(filter(None, obstacles), None))
+        if reason or engine.device.type != "cpu":
             engine.zero_gradients()
             return reason and _eager(graphs, f"cannot make a graph of the model ({reason})")
         compiled = [each.clone() for each in compiled]
@@ -65,8 +65,7 @@ def refuse_wrong_graphs(
     least_top = SMALL_GRADIENT * max(engine.world.all_gather(_largest(plain[1:])))
     wrong = disagreement(compiled, plain, bound=bound, least_top=least_top)
     engine.zero_gradients()
-    reasons = engine.world.all_gather(wrong)
-    reason = next(filter(None, reasons), None)
+    reason = engine.world.first(wrong)
     return reason and _eager(
         graphs, f"makes a graph that computes other gradients than the model ({reason})"
     )

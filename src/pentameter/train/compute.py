@@ -294,8 +294,8 @@ def _check_matmuls(
     (`train.matmuls`), or got it wrong in a trial. Collective."""
     chip = capabilities.gpu(device).compute_capability if device.type == "cuda" else None
     products = arithmetic(precision).products
-    found = world.all_gather(obstacle_of(lambda: fp8_obstacle(products, device, chip)))
-    if (obstacle := next((each for each in found if each is not None), None)) is not None:
+    obstacle = world.first(obstacle_of(lambda: fp8_obstacle(products, device, chip)))
+    if obstacle is not None:
         raise ConfigError(
             f"train.matmuls={matmuls!r} is not possible on {device_name(device, capabilities)}: "
             f"{obstacle}; leave it out, or set train.device='cpu', which emulates it"

@@ -97,7 +97,7 @@ class StopSignals:
             self._pause()
         self.steps_unasked = max(1, int(1e9 * PROMPT_SECONDS) // nanoseconds)
         if most == _HAS_WORD:
-            return next(other for other in world.all_gather(word) if other is not None)
+            return world.first(word)
         if most:
             self.agreed = signal.Signals(most - _SIGNALS_FROM).name
         return self.agreed

@@ -83,6 +83,11 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def first(self, value: T | None) -> T | None:
+        """Return, on every rank, the value of the lowest rank that did not pass None; None if all
+        did. Collective."""
+        return next((each for each in self.all_gather(value) if each is not None), None)
+
     def all_reduce_max(self, value: int) -> int:
         """Return, on every rank, the largest value that a rank passed; cheap enough for every
         step. Collective."""

@@ -581,7 +581,7 @@ def first_non_finite(groups: Mapping[str, Mapping[str, torch.Tensor]], world: Wo
     )
     if not world.all_reduce_max(own is not None):
         return None
-    return next(each for each in world.all_gather(own) if each is not None)
+    return world.first(own)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
