@@ -413,6 +413,11 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_of_json(content: Any) -> str:
+    """Return the sha256, in hex, over JSON values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def check_hash(path: Path | str, record: FileRecord, sha256: str) -> None:
     """Raise CorruptError, naming the file at `path`, unless its hash `sha256`, which the caller has
     computed, equals the one in `record`."""

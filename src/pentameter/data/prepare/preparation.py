@@ -10,8 +10,6 @@ that is encoded while a run reads it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +34,7 @@ from pentameter.data.tokenizers.setting import (
     is_made_from_text,
     load_tokenizer,
 )
-from pentameter.disk.atomic import FolderExistsError
+from pentameter.disk.atomic import FolderExistsError, sha256_of_json
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, CorruptError
@@ -281,8 +279,7 @@ class Preparation(ABC):
 def cached_folder(key: Mapping[str, Any]) -> Path:
     """Return the cache's folder for prepared data, whether or not it exists. Its name is
     `key["name"]` and a hash over the JSON values in `key`, which must decide the data."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "prepared" / f"{key['name']}-{digest[:24]}"
+    return cache_folder() / "prepared" / f"{key['name']}-{sha256_of_json(key)[:24]}"
 
 
 def known_by(tokenizer: str | Tokenizer) -> str:

@@ -8,7 +8,6 @@ splits come first: they are separate texts, or the text's first passages.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -40,7 +39,7 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.char import UnseenCharacterError
 from pentameter.data.tokenizers.chunking import Chunker, chunks
 from pentameter.data.tokenizers.setting import build_tokenizer, load_tokenizer
-from pentameter.disk.atomic import FolderExistsError, read_json, write_atomic
+from pentameter.disk.atomic import FolderExistsError, read_json, sha256_of_json, write_atomic
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, StorageError
 
@@ -109,7 +108,7 @@ class Origin:
     @property
     def hash(self) -> str:
         """The sha256, in hex, over `key`."""
-        return hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
+        return sha256_of_json(self.key)
 
 
 def origin_of(text: Text, tokenizer: str | Tokenizer, splitting: Splitting) -> Origin:

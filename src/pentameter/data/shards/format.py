@@ -15,8 +15,6 @@ would learn every token refuse it. `writer.py` writes them, `dataset.py` opens t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pentameter.data.tokenizers.base import FORMAT as TOKENIZER_FORMAT
-from pentameter.disk.atomic import open_regular, read_json
+from pentameter.disk.atomic import open_regular, read_json, sha256_of_json
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 FORMAT = "pentameter-shards"
@@ -51,7 +49,7 @@ TOKENIZER_FILE = "tokenizer.json"
 def header_hash(header: Mapping[str, Any]) -> str:
     """Return the sha256, in hex, over a header without its own "sha256" field."""
     content = {key: value for key, value in header.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return sha256_of_json(content)
 
 
 def data_hash(header: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ from which the next part continues. `prepare/token_stream_writer.py` writes part
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from pentameter.data.progress import Progress, no_progress
 from pentameter.data.shards.dataset import Dataset, TokenSequence, TokenSplit, open_shards
 from pentameter.data.shards.format import read_header
-from pentameter.disk.atomic import read_json
+from pentameter.disk.atomic import read_json, sha256_of_json
 from pentameter.errors import CorruptError
 
 BLOCK_TOKENS = 1 << 22
@@ -155,8 +154,7 @@ class TokenStream(TokenSequence):
         hashes = []
         for part in self._parts:
             # Independent of the text's name and place.
-            what = {key: part.header[key] for key in _HASHED}
-            hashes.append(hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest())
+            hashes.append(sha256_of_json({key: part.header[key] for key in _HASHED}))
             n_tokens -= part.split("train").n_tokens
             if n_tokens <= 0:
                 break

@@ -21,7 +21,6 @@ every checkpoint.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -31,6 +30,7 @@ from torch.nn.functional import pad
 from pentameter.checkpoint.format.owners import Groups
 from pentameter.checkpoint.state.replicas import content_hash, differing_replicas
 from pentameter.checkpoint.state.state_dicts import model_state, optimizer_state
+from pentameter.disk.atomic import sha256_of_json
 from pentameter.keyed import bits, make_key
 from pentameter.parallel.engine import keeping_buffers
 from pentameter.parallel.local_shards import local_shard
@@ -130,7 +130,7 @@ def _state_hash(run: TrainingRun) -> str:
     are left out, as they differ between ranks."""
     record = run.state.to_json()
     record["train_seconds"] = record["epoch"]["seconds"] = None
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return sha256_of_json(record)
 
 
 def _odd(values: Sequence[object]) -> str:
