@@ -24,7 +24,7 @@ from pentameter.config.section import (
     Seed,
     Switch,
 )
-from pentameter.config.urls import is_remote, last_part, url_problem
+from pentameter.config.urls import is_remote, last_part, shown_path, url_problem
 from pentameter.errors import nearest
 
 
@@ -64,6 +64,11 @@ class SourceConfig(Section):
     weight: PositiveFloat = 1.0
     """Share of the batch rows that come from this data set, in proportion to the other sources'
     weights."""
+
+    @property
+    def shown(self) -> str:
+        """The corpus, or the path without secrets, for messages."""
+        return self.corpus or shown_path(self.path or "")
 
 
 class EvaluationConfig(Section):
@@ -147,6 +152,12 @@ class DataConfig(Section):
     """Read at most this many bytes of the text, counted in UTF-8."""
     grammar: GrammarConfig = GrammarConfig()
     """Settings of `corpus = "grammar"`."""
+
+    @property
+    def shown(self) -> str:
+        """The corpus, or the path without secrets, for messages; for several sources their
+        number."""
+        return self.corpus or shown_path(self.path or "") or f"a blend of {len(self.sources)}"
 
     @model_validator(mode="after")
     def _check(self) -> Self:

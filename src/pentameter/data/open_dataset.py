@@ -15,7 +15,6 @@ import numpy as np
 
 from pentameter.config.choices import FILE_DEFAULTS, TEMPLATE_DATE
 from pentameter.config.data_schema import DataConfig
-from pentameter.config.urls import shown_path
 from pentameter.data.corpora.conversations import Conversations
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.prepare.background import TokenStreamPreparation
@@ -207,12 +206,11 @@ def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
     split; each resulting split lists its parts. The tokenizer is the first that has a chat
     template, else the first; the hash covers all hashes. Raises ConfigError for a chat template if
     no source has conversations."""
-    names = [source.corpus or shown_path(source.path or "") for source in data.sources]
     splits = {}
     for split in SPLITS:
         parts = [
-            replace(dataset.split(split), name=f"{split} of {name}")
-            for name, dataset in zip(names, opened, strict=True)
+            replace(dataset.split(split), name=f"{split} of {source.shown}")
+            for source, dataset in zip(data.sources, opened, strict=True)
         ]
         splits[split] = concatenated(split, parts)
     if data.chat_template is not None and splits["train"].assistant is None:

@@ -203,10 +203,9 @@ def what_was_read(data: DataConfig, dataset: Dataset, split: str) -> tuple[dict[
     if (file := files.get(split)) is not None:
         return {"split_tokens": n_split}, f"the {split} split is {shown_path(file)}: all of it"
     whole = sum(n for name, n in n_tokens.items() if files.get(name) is None)
-    source = data.corpus or shown_path(data.path or "") or f"a blend of {len(data.sources)}"
-    said = f"the {split} split is {n_split:,} of the {whole:,} tokens of {source}"
+    said = f"the {split} split is {n_split:,} of the {whole:,} tokens of {data.shown}"
     if n_split == whole:
-        said = f"the {split} split is all {whole:,} tokens of {source}"
+        said = f"the {split} split is all {whole:,} tokens of {data.shown}"
     elif data.path is not None and find_header(data.path) is None and data.order != "streamed":
         fractions = [
             f" --data.{key.replace('_', '-')} 0"

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.config.data_schema import DataConfig
-from pentameter.config.urls import shown_path
 from pentameter.data.batches.step import Int64, TrainingBatches, masked_tokens
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.planning.architecture import IGNORED_TARGET
@@ -87,7 +86,7 @@ class RowRead:
 
 def source_names(data: DataConfig) -> list[str]:
     """Return corpus or path of each data source, as configured; one without `data.sources`."""
-    return [each.corpus or shown_path(each.path or "") for each in data.sources or (data,)]
+    return [each.shown for each in data.sources or (data,)]
 
 
 def rows_read(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pentameter.config.data_schema import DataConfig
-from pentameter.config.urls import shown_path
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.evaluate.sampled_split import SampledSplit
@@ -19,7 +18,6 @@ def introduction(run: TrainingRun) -> list[str]:
     apply layout, LoRA, initial weights, resume step and compilation."""
     plan, compute, config = run.plan, run.compute, run.plan.config
     model, data = config.model, config.data
-    source = data.corpus or shown_path(data.path or "") or f"a blend of {len(data.sources)}"
     held = "" if data.sources else _held(run, 0)
     splits = ", ".join(
         f"{name} {run.dataset.split(name).n_tokens:,}"
@@ -35,7 +33,7 @@ def introduction(run: TrainingRun) -> list[str]:
         f"{config.name} · seed {config.seed} · {run.folder.path}",
         f"model   {plan.n_parameters:,} parameters{_active(plan)} · {_architecture(plan)} · "
         f"context {model.context_length}",
-        f"data    {source}{held}{_left_out(data)} · {run.dataset.tokenizer.kind} tokens: "
+        f"data    {data.shown}{held}{_left_out(data)} · {run.dataset.tokenizer.kind} tokens: "
         f"{splits} · vocabulary {model.vocab_size:,}",
         *_sources(run),
         f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
@@ -159,7 +157,7 @@ def _sources(run: TrainingRun) -> list[str]:
     sources = run.config.data.sources
     total = sum(source.weight for source in sources)
     return [
-        f"        {source.weight / total:6.1%} {source.corpus or shown_path(source.path or '')}"
+        f"        {source.weight / total:6.1%} {source.shown}"
         f"{_held(run, number)} · train {part.n_tokens:,} · {n_passes:,.3g} passes"
         for number, (source, part, n_passes) in enumerate(
             zip(sources, run.dataset.split("train").parts, passes, strict=True)
