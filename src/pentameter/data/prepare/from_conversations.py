@@ -319,12 +319,6 @@ class ConversationPreparation(Preparation):
     """The day that the template is told, YYYY-MM-DD."""
 
     @property
-    def remarks(self) -> Sequence[str]:
-        """Warnings about what the template leaves out of the conversations, held-out ones
-        included."""
-        return [sentence for part in self.contents.parts for sentence in part.remarks]
-
-    @property
     def holds(self) -> str:
         """How many conversations the corpus has, and in which forms, in words."""
         assert isinstance(self.contents, ConversationContents)  # as `_read` makes them

@@ -106,9 +106,7 @@ class TextPreparation(Preparation):
     def remarks(self) -> Sequence[str]:
         """A warning about rows that were left out; none where no row may be, as the text is not
         read for it."""
-        if self.corpus.contents.bad_rows != SKIP:
-            return ()
-        return [sentence for part in self.contents.parts for sentence in part.remarks]
+        return super().remarks if self.corpus.contents.bad_rows == SKIP else ()
 
     @property
     def key(self) -> dict[str, Any]:

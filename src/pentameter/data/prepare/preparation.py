@@ -4,8 +4,8 @@ splits), a second writes the shards, into a folder that the user names or into t
 The cache is keyed by the corpus's sha256 and the settings that decide its tokens, so a changed file
 is never mistaken for the old one, at the price of reading the corpus once per start.
 
-`from_text.py` and `from_conversations.py` have the passes over both kinds, `ahead.py` opens a text
-that is encoded while a run reads it.
+`from_text.py` and `from_conversations.py` have the passes over both kinds, `background.py` opens a
+text that is encoded while a run reads it.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class Preparation(ABC):
 
     @property
     def remarks(self) -> Sequence[str]:
-        """Sentences for the user about the corpus, which must have been read; see
-        `Contents.remarks`."""
-        return ()
+        """Sentences for the user about the corpus and those held out, which must have been read;
+        see `Contents.remarks`."""
+        return [sentence for part in self.contents.parts for sentence in part.remarks]
 
     @property
     def holds(self) -> str:
