@@ -27,7 +27,7 @@ from pentameter.parallel.context.run_attention import chip_obstacle
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.plan import make_plan
 from pentameter.processes.group.world import World
-from pentameter.train import compute
+from pentameter.train.faults import device_memory
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 CPU = CpuCapabilities("Some CPU", 8, 8, amx_bf16=False, avx512_bf16=False, vector="AVX2")
@@ -83,13 +83,13 @@ def row(card: str, monkeypatch: pytest.MonkeyPatch) -> str:
     ring = block_kernel("cuda", capability, dtype, 64)
     assert isinstance(ring, BlockKernel)
     kernel = "flash" if "flash" in ring.attend.__name__ else "memory-efficient"
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: gpu.memory_bytes)
-    monkeypatch.setattr(compute, "held_by_others", lambda device: int(held * 1e9))
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: gpu.memory_bytes)
+    monkeypatch.setattr(device_memory, "held_by_others", lambda device: int(held * 1e9))
     plan = make_plan(
         load_config("gpt2-124m", {"train.micro_batch_size": None, "train.precision": precision})
     )
     chosen = SimpleNamespace(device=device, precision=precision, forms=PLAIN_FORMS)
-    fitted = compute.fit_micro_batches(plan, chosen, World()).micro_batch_size
+    fitted = device_memory.fit_micro_batches(plan, chosen, World()).micro_batch_size
     told = (
         precision, grouped(masked=False), grouped(masked=True), kernel,
         "yes" if chip_obstacle(gpu) is None else "no", "yes" if at_once else "no",

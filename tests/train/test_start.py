@@ -17,7 +17,8 @@ from pentameter.model.gpu.forms import PLAIN_FORMS, GpuForms
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
 from pentameter.record.reading import read_run
-from pentameter.train import compute, start
+from pentameter.train import start
+from pentameter.train.faults import device_memory
 from pentameter.train.loop import Trainer
 from pentameter.train.say import start_warnings
 from pentameter.train.say.start_warnings import disk_warnings
@@ -86,7 +87,7 @@ def test_what_is_left_out_of_the_text_is_said(tmp_path):
 
 
 def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 1000)
     (tmp_path / "text.txt").write_text("some text " * 20)
     with pytest.raises(ConfigError, match=r"take 0\.0 GB, cpu.* has 0\.0 GB.*--dry-run"):
         fit(tmp_path, {"path": str(tmp_path / "text.txt")})
@@ -104,14 +105,16 @@ def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, dev
     plan = make_plan(config, world_size=2)
 
     def check():
-        compute.check_device_memory(plan, compute_on("cuda"), local_size=2)
+        device_memory.check_device_memory(plan, compute_on("cuda"), local_size=2)
 
     memory = plan_memory(plan)
     state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     on_gpu = CONTEXT_BYTES + max(0, memory.total_bytes - state) + 1
     small = {device: on_gpu if device == "cuda" else 1000}
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: small.get(device.type, 10**12))
-    monkeypatch.setattr(compute, "held_by_others", lambda device: 0)
+    monkeypatch.setattr(
+        device_memory, "memory_bytes", lambda device: small.get(device.type, 10**12)
+    )
+    monkeypatch.setattr(device_memory, "held_by_others", lambda device: 0)
     if device == "cuda":
         check()
         plan = make_plan(load_config(config, {"train.offload": False}), world_size=2)
@@ -126,19 +129,21 @@ def test_what_other_programs_hold_is_not_there(monkeypatch, seconds):
     plan = make_plan(load_config("gpt2-124m", {"train.precision": "bf16"}))
     needed = plan_memory(plan, "bf16").total_bytes
     slept = []
-    monkeypatch.setattr(compute.time, "sleep", slept.append)
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: int(needed + CONTEXT_BYTES + 1e9))
+    monkeypatch.setattr(device_memory.time, "sleep", slept.append)
+    monkeypatch.setattr(
+        device_memory, "memory_bytes", lambda device: int(needed + CONTEXT_BYTES + 1e9)
+    )
 
     def held(device):
         return 0 if seconds is not None and len(slept) >= seconds else int(1.5e9)
 
-    monkeypatch.setattr(compute, "held_by_others", held)
+    monkeypatch.setattr(device_memory, "held_by_others", held)
     chosen = SimpleNamespace(device=torch.device("cuda"), precision="bf16", forms=PLAIN_FORMS)
     if seconds is None:
         with pytest.raises(ConfigError, match=r"GB, as other programs hold 1\.5 GB of it; --train"):
-            compute.check_device_memory(plan, chosen, local_size=1)
+            device_memory.check_device_memory(plan, chosen, local_size=1)
     else:
-        compute.check_device_memory(plan, chosen, local_size=1)
+        device_memory.check_device_memory(plan, chosen, local_size=1)
         assert len(slept) == seconds
 
 
@@ -146,16 +151,16 @@ def test_a_step_beyond_the_memory_names_settings_that_fit(tmp_path, monkeypatch)
     config = load_config("gpt2-124m", {"train.tokens_per_step": 65536, "train.precision": "bf16"})
     plan = make_plan(config)
     assert plan_memory(plan).total_bytes > 8e9
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: 8_000_000_000)
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 8_000_000_000)
     said = (
         r"is planned to take .* GB, cpu(?: \(or its container\))? has 7\.7 GB; "
         r"--train\.micro-batch-size \d+ fits\. --force"
     )
     with pytest.raises(ConfigError, match=said):
-        compute.check_device_memory(plan, compute_on("cpu"), local_size=1)
+        device_memory.check_device_memory(plan, compute_on("cpu"), local_size=1)
     small = make_plan(load_config(config, {"train.micro_batch_size": 1}))
-    compute.check_device_memory(small, compute_on("cpu"), local_size=1)
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: 1000)
+    device_memory.check_device_memory(small, compute_on("cpu"), local_size=1)
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 1000)
     (tmp_path / "text.txt").write_text("some text " * 20)
     tiny = {"path": str(tmp_path / "text.txt")}
     fit(tmp_path, tiny, force=True)
@@ -168,26 +173,26 @@ def test_micro_batches_left_open_are_the_largest_that_fit_a_gpu(monkeypatch):
     whole, there = plan.micro_batch_size, 24 * 10**9
     assert whole == 64
     held = 0
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: there)
-    monkeypatch.setattr(compute, "held_by_others", lambda device: held)
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: there)
+    monkeypatch.setattr(device_memory, "held_by_others", lambda device: held)
     gpu = compute_on("cuda")
-    fitted = compute.fit_micro_batches(plan, gpu, World())
+    fitted = device_memory.fit_micro_batches(plan, gpu, World())
     assert fitted.micro_batch_size == fitted.config.train.micro_batch_size == 32
     assert fitted.n_micro_batches == 2
     assert fitted.portable_config == plan.portable_config
-    compute.check_device_memory(fitted, gpu, local_size=1)
+    device_memory.check_device_memory(fitted, gpu, local_size=1)
     fits, exceeds = (plan_memory(each).total_bytes * 1.1 for each in (fitted, plan))
     assert fits < there - CONTEXT_BYTES < exceeds
     there = 10**9  # which fits nothing: it is refused as it was
-    assert compute.fit_micro_batches(plan, gpu, World()) is plan
+    assert device_memory.fit_micro_batches(plan, gpu, World()) is plan
     there = 80 * 10**9
-    assert compute.fit_micro_batches(plan, gpu, World()) is plan  # the whole batch fits
+    assert device_memory.fit_micro_batches(plan, gpu, World()) is plan  # the whole batch fits
     there = 24 * 10**9
-    assert compute.fit_micro_batches(plan, compute_on("cpu"), World()) is plan
+    assert device_memory.fit_micro_batches(plan, compute_on("cpu"), World()) is plan
     held = 8 * 10**9  # by other programs
-    assert compute.fit_micro_batches(plan, gpu, World()).micro_batch_size == 16
+    assert device_memory.fit_micro_batches(plan, gpu, World()).micro_batch_size == 16
     asked = plan_of_size(32, open_size)
-    assert compute.fit_micro_batches(asked, gpu, World()) is asked
+    assert device_memory.fit_micro_batches(asked, gpu, World()) is asked
 
 
 def test_the_gpu_with_the_least_memory_sets_the_micro_batches(monkeypatch):
@@ -196,9 +201,9 @@ def test_the_gpu_with_the_least_memory_sets_the_micro_batches(monkeypatch):
             return [value, 8]
 
     plan = plan_of_size(None, {"train.tokens_per_step": 65536})
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: 24 * 10**9)
-    monkeypatch.setattr(compute, "held_by_others", lambda device: 0)
-    assert compute.fit_micro_batches(plan, compute_on("cuda"), Others()).micro_batch_size == 8
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 24 * 10**9)
+    monkeypatch.setattr(device_memory, "held_by_others", lambda device: 0)
+    assert device_memory.fit_micro_batches(plan, compute_on("cuda"), Others()).micro_batch_size == 8
 
 
 def plan_of_size(size, settings):

@@ -20,7 +20,8 @@ from pentameter.record.run_data import open_run_data
 from pentameter.replay.conclusion import Conclusion, conclude, differing_facts
 from pentameter.replay.record import Route, RunRecord, read_record, schedules_of
 from pentameter.replay.steps import Replay, Replayed
-from pentameter.train.compute import check_device_memory, choose_compute, fit_micro_batches
+from pentameter.train.compute import choose_compute
+from pentameter.train.faults.device_memory import check_device_memory, fit_micro_batches
 from pentameter.train.faults.row_losses import HighestRows
 from pentameter.train.user_components import UserComponents
 

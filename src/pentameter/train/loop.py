@@ -40,7 +40,7 @@ from pentameter.processes.group.world import World
 from pentameter.record.events import EndKind, EpochMetrics, ExpertMetrics, RunEnd, StepMetrics
 from pentameter.train.boundary import Boundary
 from pentameter.train.checked_graphs import refuse_wrong_graphs
-from pentameter.train.compute import is_out_of_memory, out_of_memory
+from pentameter.train.faults.device_memory import is_out_of_memory, out_of_memory
 from pentameter.train.faults.guard import Guard
 from pentameter.train.faults.pace import RankPace
 from pentameter.train.faults.skipping import skip

@@ -28,15 +28,14 @@ from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
 from pentameter.record.identity import shards_read
-from pentameter.train.compute import (
-    Compute,
+from pentameter.train.compute import Compute, choose_compute
+from pentameter.train.evaluations import splits_to_evaluate
+from pentameter.train.faults.device_memory import (
     check_device_memory,
-    choose_compute,
     fit_micro_batches,
     is_out_of_memory,
     out_of_memory,
 )
-from pentameter.train.evaluations import splits_to_evaluate
 from pentameter.train.faults.health import check_health
 from pentameter.train.keep.copying import open_copies
 from pentameter.train.keep.restoring import restore_newer_copy

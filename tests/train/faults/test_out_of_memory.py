@@ -12,8 +12,9 @@ from pentameter.model.gpu.forms import PLAIN_FORMS
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import make_plan
 from pentameter.processes.failures.failure import failure_of
-from pentameter.train import compute, loop, start
-from pentameter.train.compute import is_out_of_memory, out_of_memory
+from pentameter.train import loop, start
+from pentameter.train.faults import device_memory
+from pentameter.train.faults.device_memory import is_out_of_memory, out_of_memory
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.6 GiB"
 
@@ -93,12 +94,12 @@ def on_a_gpu(**train):
 
 def test_a_gpu_that_others_use_too_is_told_what_is_left(monkeypatch):
     """On 24 GB it takes the half; a browser that holds 14 GB leaves room for less."""
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: 24 * 10**9)
-    monkeypatch.setattr(compute, "held_by_others", lambda device: 0)
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 24 * 10**9)
+    monkeypatch.setattr(device_memory, "held_by_others", lambda device: 0)
     said = on_a_gpu(micro_batch_size=32)
     assert "where cuda has 24.0 GB: --train.micro-batch-size 16 takes less, and so does" in said
     assert said.endswith("train.offload with parallel.zero")
-    monkeypatch.setattr(compute, "held_by_others", lambda device: 14 * 10**9)
+    monkeypatch.setattr(device_memory, "held_by_others", lambda device: 14 * 10**9)
     said = on_a_gpu(micro_batch_size=32)
     assert "24.0 GB, of which other programs hold 14.0 GB: --train.micro-batch-size 8 " in said
     said = on_a_gpu(micro_batch_size=1)
@@ -106,7 +107,7 @@ def test_a_gpu_that_others_use_too_is_told_what_is_left(monkeypatch):
 
 
 def test_a_module_of_ones_own_is_told_of_smaller_micro_batches(monkeypatch):
-    monkeypatch.setattr(compute, "memory_bytes", lambda device: None)
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: None)
     layout = SimpleNamespace(n_batch_shards=2)
     config = SimpleNamespace(train=SimpleNamespace(offload=False))
     plan = SimpleNamespace(

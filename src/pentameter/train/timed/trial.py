@@ -17,8 +17,9 @@ from pentameter.evaluate.split import evaluation_batch_size, evaluation_batches
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.join import lone_world
-from pentameter.train.compute import check_device_memory, choose_compute, fit_micro_batches
+from pentameter.train.compute import choose_compute
 from pentameter.train.evaluations import VALIDATION
+from pentameter.train.faults.device_memory import check_device_memory, fit_micro_batches
 from pentameter.train.start import build_engine
 from pentameter.train.update import update_weights
 from pentameter.train.user_components import UserComponents
