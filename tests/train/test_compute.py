@@ -381,7 +381,8 @@ def test_the_engine_multiplies_experts_as_it_is_told(at_once):
 
 def test_8_bits_are_refused_where_a_gpu_has_none_and_emulated_on_a_cpu():
     def check(device):
-        compute._check_matmuls("fp8", torch.device(device), "bf16", capabilities, World())
+        on = compute._Choosing(plan(), World(), capabilities, torch.device(device), "bf16")
+        on.check_matmuls("fp8")
 
     gpu = GpuCapabilities("NVIDIA A100", "sm_80", 2**36)
     capabilities = Capabilities(machine_capabilities().cpu, (gpu,), "cuda 13.0", mps=False)
@@ -421,7 +422,7 @@ def test_kernels_that_cannot_be_built_are_tried_once(monkeypatch):
 )
 def test_what_is_compiled_is_known_before_it_is(monkeypatch, model, precision, expected):
     monkeypatch.setattr(native, "machine_obstacle", lambda *_: None)
-    planned = plan(precision=precision, **model)
-    made = compute._makes(planned, torch.device("cpu"), precision, machine_capabilities())
-    assert made == expected
-    assert compute._makes(planned, torch.device("cuda"), precision, machine_capabilities()) is None
+    planned, here = plan(precision=precision, **model), machine_capabilities()
+    for device, made in (("cpu", expected), ("cuda", None)):
+        on = compute._Choosing(planned, World(), here, torch.device(device), precision)
+        assert on._makes() == made

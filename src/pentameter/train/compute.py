@@ -7,7 +7,7 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -50,9 +50,6 @@ from pentameter.planning.layouts.layout_checks import compile_obstacle, uncompil
 from pentameter.planning.plan import Plan
 from pentameter.processes.group.join import local_device
 from pentameter.processes.group.world import World
-
-Load = Callable[[native.Name], str | None]
-"""Loads a library of kernels, or returns why not."""
 
 
 @dataclass(frozen=True)
@@ -117,33 +114,25 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     train = plan.config.train
     capabilities = machine_capabilities()
     device = local_device(choose_device(train.device, capabilities), world)
-    n_devices = world.size if device.type == "cuda" else world.size // world.local_size
     precision, precision_reason = world.on_main(
         lambda: choose_precision(train.precision, device, capabilities)
     )
-
-    @cache  # a compiler that fails takes seconds
-    def load(name: native.Name) -> str | None:
-        return native.load(name, capabilities)
-
-    def compilation() -> tuple[bool, str]:
-        return _choose_compile(plan, device, precision, capabilities, n_devices, load)
-
-    compiled, compile_reason = world.on_main(compilation)
+    choosing = _Choosing(plan, world, capabilities, device, precision)
+    compiled, compile_reason = world.on_main(choosing.compilation)
     if compiled:
-        compiled, compile_reason = min(world.all_gather(compilation()))
+        compiled, compile_reason = min(world.all_gather(choosing.compilation()))
     native_kernels: tuple[native.Name, ...] = ()
     forms = PLAIN_FORMS
     if device.type != "cpu":  # before trials, and before measuring a GPU whose peak is not known
         set_matmul_precision(train.matmul_precision, precision)
     if train.matmuls is not None:
-        _check_matmuls(train.matmuls, device, precision, capabilities, world)
+        choosing.check_matmuls(train.matmuls)
     if device.type == "cuda" and plan.built_by is None:
-        forms = _try_forms(plan, device, precision, capabilities, world)
+        forms = choosing.tried_forms()
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
-            how, native_kernels = _choose_kernels(plan, precision, capabilities, world, load)
+            how, native_kernels = choosing.loaded_kernels()
             compile_reason += how
     if compiled and (exception := uncompiled_blocks(plan.config, plan.layout)) is not None:
         compile_reason += f"; {exception}"
@@ -176,157 +165,158 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     )
 
 
-def _choose_compile(
-    plan: Plan,
-    device: torch.device,
-    precision: str,
-    capabilities: Capabilities,
-    n_devices: int,
-    load: Load,
-) -> tuple[bool, str]:
-    """Return whether to compile the step, and the reason in words. With `train.compile` = auto, the
-    time to compile is weighed against the run's FLOPs per device. `n_devices` counts GPUs, or on
-    CPUs machines. `load` loads a library of kernels."""
-    train = plan.config.train
-    obstacle = compile_obstacle(plan.layout)
-    if obstacle is not None:
-        return False, obstacle
-    makes = _makes(plan, device, precision, capabilities)
-    return choose_compile(
-        train.compile,
-        device,
-        total_flops=plan.total_tokens * plan.least_flops_per_token / max(1, n_devices),
-        precision=precision,
-        capabilities=capabilities,
-        makes=makes,
-        find=partial(_find_compiler, plan, precision, makes, load),
-    )
+@dataclass(frozen=True, eq=False)
+class _Choosing:
+    """Chooses compilation and kernels for `plan` on this rank's `device`, which computes in
+    `precision`. `capabilities` are the machine's."""
 
+    plan: Plan
+    world: World
+    capabilities: Capabilities
+    device: torch.device
+    precision: str
 
-def _find_compiler(
-    plan: Plan,
-    precision: str,
-    makes: Compiled | None,
-    load: Load,
-    device: torch.device,
-    capabilities: Capabilities,
-) -> Compiler:
-    """Return the compiler of the fused step's C++ kernels if it builds them on this CPU, else that
-    of `torch.compile`, tried out. A fused step asks `torch.compile` only for kernels that the C++
-    does not take, and each of these is tried, and left to PyTorch, by itself."""
-    command = compiler_command()
-    fused = device.type == "cpu" and plan.fused_obstacle is None
-    takes = fused and "vector" in _wanted_kernels(plan, precision)
-    if command is None or not takes or load("vector") is not None:
-        return find_compiler(device, capabilities)
-    return Compiler(command, True, f"{command} builds", makes)
+    @cached_property
+    def products(self) -> torch.dtype:
+        """The dtype in which the run multiplies."""
+        return arithmetic(self.precision).products
 
+    @cached_property
+    def load(self) -> Callable[[native.Name], str | None]:
+        """The function that loads a library of kernels, or returns why not; once for each, as a
+        compiler that fails takes seconds."""
+        return cache(lambda name: native.load(name, self.capabilities))
 
-def _makes(
-    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities
-) -> Compiled | None:
-    """Return "kernels in C++" if these are all that a compiled step of `plan` needs, as far as can
-    be said without building them; else None."""
-    model = plan.config.model
-    if device.type != "cpu" or plan.fused_obstacle is not None:
-        return None
-    widths = (*native.vector_widths(model).values(), model.head_channels)
-    whole = all(width % native.CHANNELS == 0 for width in widths) and not model.context_length % 32
-    takes = "vector" in _wanted_kernels(plan, precision) and whole
-    if not takes or native.machine_obstacle("vector", capabilities) is not None:
-        return None
-    return "kernels in C++"
-
-
-def _wanted_kernels(plan: Plan, precision: str) -> list[native.Name]:
-    """Return the libraries of C++ kernels that compute in a fused step's dtypes and widths."""
-    products = arithmetic(precision).products
-    wanted = [name for name, dtypes in native.DTYPES.items() if products in dtypes]
-    widths = native.vector_widths(plan.config.model).values()
-    if "vector" in wanted and all(width % native.CHANNELS for width in widths):
-        wanted.remove("vector")
-    return wanted
-
-
-def _choose_kernels(
-    plan: Plan, precision: str, capabilities: Capabilities, world: World, load: Load
-) -> tuple[str, tuple[native.Name, ...]]:
-    """Load the C++ kernels for a compiled step on a CPU, and check each compiled part against
-    PyTorch's own results. Return (a phrase to append to the reason for compiling, the names of the
-    loaded kernels). Collective: all ranks use a kernel, or none does."""
-    if (obstacle := plan.fused_obstacle) is not None:
-        return f"; the plain model as a whole, as the fused step does not know {obstacle}", ()
-    products, model = arithmetic(precision).products, plan.config.model
-    widths = native.vector_widths(model)
-    odd = [f"model.{key}={width}" for key, width in widths.items() if width % native.CHANNELS]
-    wanted = _wanted_kernels(plan, precision)
-    missing = {name: load(name) for name in wanted}
-    everywhere = world.all_gather(missing)
-    for name in wanted:
-        reasons = [each[name] for each in everywhere if each[name] is not None]
-        if reasons:
-            native.unload(name)  # it rounds differently from the kernels on the other ranks
-            missing[name] = reasons[0]
-    levels = rehearse(model, products, plan.micro_batch_size, capabilities)
-    wrong = settle(world.all_gather(levels), capabilities)
-    served = tuple(name for name in wanted if missing[name] is None and native.is_loaded(name))
-    how = f"; with {' and '.join(served)} kernels" if served else ""
-    obstacle = attention_obstacle(model) if "AMX" in served else None
-    how += f", but not for attention: {obstacle}" if obstacle else ""
-    how += "".join(f"; {reason}" for reason in missing.values() if reason is not None) + wrong
-    if odd and products in native.DTYPES["vector"]:
-        how += f"; the vector kernels want multiples of {native.CHANNELS}, not {', '.join(odd)}"
-    return how, served
-
-
-def _check_matmuls(
-    matmuls: str, device: torch.device, precision: str, capabilities: Capabilities, world: World
-) -> None:
-    """Raise ConfigError if a rank's device cannot multiply in the format `matmuls`
-    (`train.matmuls`), or got it wrong in a trial. Collective."""
-    chip = capabilities.gpu(device).compute_capability if device.type == "cuda" else None
-    products = arithmetic(precision).products
-    obstacle = world.first(obstacle_of(lambda: fp8_obstacle(products, device, chip)))
-    if obstacle is not None:
-        raise ConfigError(
-            f"train.matmuls={matmuls!r} is not possible on {device_name(device, capabilities)}: "
-            f"{obstacle}; leave it out, or set train.device='cpu', which emulates it"
+    def compilation(self) -> tuple[bool, str]:
+        """Return whether to compile the step, and the reason in words. With `train.compile` = auto,
+        the time to compile is weighed against the run's FLOPs per GPU, or on CPUs per machine."""
+        plan, world = self.plan, self.world
+        obstacle = compile_obstacle(plan.layout)
+        if obstacle is not None:
+            return False, obstacle
+        n_devices = world.size if self.device.type == "cuda" else world.size // world.local_size
+        makes = self._makes()
+        return choose_compile(
+            plan.config.train.compile,
+            self.device,
+            total_flops=plan.total_tokens * plan.least_flops_per_token / max(1, n_devices),
+            precision=self.precision,
+            capabilities=self.capabilities,
+            makes=makes,
+            find=partial(self._find_compiler, makes),
         )
 
+    def _find_compiler(
+        self, makes: Compiled | None, device: torch.device, capabilities: Capabilities
+    ) -> Compiler:
+        """Return the compiler of the fused step's C++ kernels if it builds them on this CPU, else
+        that of `torch.compile`, tried out. A fused step asks `torch.compile` only for kernels that
+        the C++ does not take, and each of these is tried, and left to PyTorch, by itself."""
+        command = compiler_command()
+        takes = self._is_fused and "vector" in self._wanted_kernels
+        if command is None or not takes or self.load("vector") is not None:
+            return find_compiler(device, capabilities)
+        return Compiler(command, True, f"{command} builds", makes)
 
-def _try_forms(
-    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
-) -> GpuForms:
-    """Try each faster kernel that a step of a GPT could use on this GPU. Return those whose results
-    are right, with the reason for each that is not used. Collective: all ranks use one, or none
-    does."""
-    model, layout, gpu = plan.config.model, plan.layout, capabilities.gpu(device)
-    products = arithmetic(precision).products
-    trials: dict[str, Callable[[], str | None]] = {}
-    if model.attention.dropout:
-        trials["drops_by_blocks"] = lambda: (
-            dropout_kernel_obstacle(model, layout, precision)
-            or chip_obstacle(gpu)
-            or kernel_obstacle(model, products, device)
+    def _makes(self) -> Compiled | None:
+        """Return "kernels in C++" if these are all that a compiled step needs, as far as can be
+        said without building them; else None."""
+        model = self.plan.config.model
+        if not self._is_fused or "vector" not in self._wanted_kernels:
+            return None
+        widths = (*native.vector_widths(model).values(), model.head_channels)
+        if any(width % native.CHANNELS for width in widths) or model.context_length % 32:
+            return None
+        obstacle = native.machine_obstacle("vector", self.capabilities)
+        return "kernels in C++" if obstacle is None else None
+
+    @property
+    def _is_fused(self) -> bool:
+        return self.device.type == "cpu" and self.plan.fused_obstacle is None
+
+    @cached_property
+    def _wanted_kernels(self) -> list[native.Name]:
+        """The libraries of C++ kernels that compute in a fused step's dtypes and widths."""
+        wanted = [name for name, dtypes in native.DTYPES.items() if self.products in dtypes]
+        widths = native.vector_widths(self.plan.config.model).values()
+        if "vector" in wanted and all(width % native.CHANNELS for width in widths):
+            wanted.remove("vector")
+        return wanted
+
+    def loaded_kernels(self) -> tuple[str, tuple[native.Name, ...]]:
+        """Load the C++ kernels for a compiled step on a CPU, and check each compiled part against
+        PyTorch's own results. Return (a phrase to append to the reason for compiling, the names of
+        the loaded kernels). Collective: all ranks use a kernel, or none does."""
+        plan, model = self.plan, self.plan.config.model
+        if (obstacle := plan.fused_obstacle) is not None:
+            return f"; the plain model as a whole, as the fused step does not know {obstacle}", ()
+        missing = {name: self.load(name) for name in self._wanted_kernels}
+        everywhere = self.world.all_gather(missing)
+        for name in missing:
+            reasons = [each[name] for each in everywhere if each[name] is not None]
+            if reasons:
+                native.unload(name)  # it rounds differently from the kernels on the other ranks
+                missing[name] = reasons[0]
+        levels = rehearse(model, self.products, plan.micro_batch_size, self.capabilities)
+        wrong = settle(self.world.all_gather(levels), self.capabilities)
+        served = tuple(
+            name for name, why in missing.items() if why is None and native.is_loaded(name)
         )
-    if model.experts.count is not None:
-        n_experts = model.experts.count // layout.expert
-        width = model.expert_width // layout.expert_tensor
-        trials["experts_at_once"] = lambda: (
-            at_once_obstacle(model, n_experts, width, products, gpu)
-            or at_once_disagreement(n_experts, model.d_model, width, device)
-        )
-    if products.itemsize == 2:
-        trials["precise_sums"] = partial(sums_obstacle, products, device)
-    if products.itemsize <= 4 and layout.tensor == 1:  # else ranks shard the vocabulary
-        assert model.vocab_size is not None  # resolved
-        sizes = (plan.vocab_size_padded, model.vocab_size, model.logit_softcap)
-        trials["one_pass_loss"] = partial(loss_obstacle, products, device, *sizes)
-    if layout.has_ring:
-        trials["fused_ring"] = partial(ring_obstacle, model, products, device)
-    found = world.all_gather({name: obstacle_of(trial) for name, trial in trials.items()})
-    obstacles = {
-        name: reason for each in found for name, reason in each.items() if reason is not None
-    }
-    taken = {name: True for name in trials if name not in obstacles}
-    return GpuForms(**taken, obstacles=obstacles)
+        how = f"; with {' and '.join(served)} kernels" if served else ""
+        obstacle = attention_obstacle(model) if "AMX" in served else None
+        how += f", but not for attention: {obstacle}" if obstacle else ""
+        how += "".join(f"; {reason}" for reason in missing.values() if reason is not None) + wrong
+        widths = native.vector_widths(model)
+        odd = [f"model.{key}={width}" for key, width in widths.items() if width % native.CHANNELS]
+        if odd and self.products in native.DTYPES["vector"]:
+            how += f"; the vector kernels want multiples of {native.CHANNELS}, not {', '.join(odd)}"
+        return how, served
+
+    def check_matmuls(self, matmuls: str) -> None:
+        """Raise ConfigError if a rank's device cannot multiply in the format `matmuls`
+        (`train.matmuls`), or got it wrong in a trial. Collective."""
+        device, chip = self.device, None
+        if device.type == "cuda":
+            chip = self.capabilities.gpu(device).compute_capability
+        obstacle = self.world.first(obstacle_of(lambda: fp8_obstacle(self.products, device, chip)))
+        if obstacle is not None:
+            raise ConfigError(
+                f"train.matmuls={matmuls!r} is not possible on "
+                f"{device_name(device, self.capabilities)}: {obstacle}; leave it out, or set "
+                "train.device='cpu', which emulates it"
+            )
+
+    def tried_forms(self) -> GpuForms:
+        """Try each faster kernel that a step of a GPT could use on this GPU. Return those whose
+        results are right, with the reason for each that is not used. Collective: all ranks use one,
+        or none does."""
+        model, layout = self.plan.config.model, self.plan.layout
+        products, device, gpu = self.products, self.device, self.capabilities.gpu(self.device)
+        trials: dict[str, Callable[[], str | None]] = {}
+        if model.attention.dropout:
+            trials["drops_by_blocks"] = lambda: (
+                dropout_kernel_obstacle(model, layout, self.precision)
+                or chip_obstacle(gpu)
+                or kernel_obstacle(model, products, device)
+            )
+        if model.experts.count is not None:
+            n_experts = model.experts.count // layout.expert
+            width = model.expert_width // layout.expert_tensor
+            trials["experts_at_once"] = lambda: (
+                at_once_obstacle(model, n_experts, width, products, gpu)
+                or at_once_disagreement(n_experts, model.d_model, width, device)
+            )
+        if products.itemsize == 2:
+            trials["precise_sums"] = partial(sums_obstacle, products, device)
+        if products.itemsize <= 4 and layout.tensor == 1:  # else ranks shard the vocabulary
+            assert model.vocab_size is not None  # resolved
+            sizes = (self.plan.vocab_size_padded, model.vocab_size, model.logit_softcap)
+            trials["one_pass_loss"] = partial(loss_obstacle, products, device, *sizes)
+        if layout.has_ring:
+            trials["fused_ring"] = partial(ring_obstacle, model, products, device)
+        found = self.world.all_gather({name: obstacle_of(trial) for name, trial in trials.items()})
+        obstacles = {
+            name: reason for each in found for name, reason in each.items() if reason is not None
+        }
+        taken = {name: True for name in trials if name not in obstacles}
+        return GpuForms(**taken, obstacles=obstacles)
