@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_of_a_folder import cache_of_a_file  # noqa: F401
 from tiny_runs import fit
 
 from pentameter.cli.data import run
@@ -21,13 +22,6 @@ ORDERS = {
     "padded": {"order": "documents"},
     "packed": {"order": "documents", "packing": True},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 class Reads:

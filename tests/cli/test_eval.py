@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from cache_of_a_folder import cache_of_a_file  # noqa: F401
 
 from pentameter.cli.main import main
 
@@ -28,13 +29,6 @@ QUESTIONS = [
     {"context": "row row row your", "choices": ["dream", "boat"], "answer": "1"},
     {"context": "merrily merrily life is ", "choices": ["a", "row", "but a"], "answer": 2},
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory, short_measurement):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

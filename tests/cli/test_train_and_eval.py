@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cache_of_a_folder import cache_of_a_file  # noqa: F401
 
 from pentameter.cli.main import main
 from pentameter.errors import StorageError
@@ -21,13 +22,6 @@ TINY = [
     "--data.grammar.n-characters=3000",
     "--data.validation-fraction=0.1",
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory, short_measurement):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

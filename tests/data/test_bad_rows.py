@@ -3,18 +3,13 @@
 import json
 
 import pytest
+from cache_of_a_folder import cache_of_a_test  # noqa: F401
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora.files import FileContents, read_documents
 from pentameter.data.corpora.records.rows import BadRowError, RowsRead, field_value, has_field
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError, CorruptError
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
 
 GOOD = [json.dumps({"instruction": f"q{n}", "output": f"a{n}"}) for n in range(6)]
 BAD = {

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from cache_of_a_folder import cache_of_a_test  # noqa: F401
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.batches.step import TrainingBatches
@@ -21,11 +22,6 @@ from pentameter.planning.architecture import IGNORED_TARGET
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BPE = BpeTokenizer([*BYTE_CHARACTERS, *SPECIAL], [])
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cache_of_a_folder import cache_of_a_test  # noqa: F401
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora.conversations import Chat, Conversations, Exchange
@@ -11,11 +12,6 @@ from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.corpora.text import Text
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError, CorruptError
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def array(path, records):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from cache_of_a_folder import cache_of_a_test  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,11 +17,6 @@ from pentameter.data.open_dataset import open_dataset
 from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.integers(1, 10_000))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from cache_of_a_folder import cache_of_a_file  # noqa: F401
 
 from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.config.schema import Config
@@ -15,13 +16,6 @@ OPTIMIZERS = {
     "sgd": {"learning_rate": 0.5, "momentum": 0.9},
     "muon": {"weight_decay": 0.1},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory, short_measurement):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def fit(run, *, stop_at=None, precision="fp32", optimizer=None):

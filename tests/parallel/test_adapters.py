@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cache_of_a_folder import cache_of_a_file  # noqa: F401
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from tiny_runs import config, fit
@@ -23,13 +24,6 @@ from pentameter.processes.launch.local_launch import check_launch
 SIZES = {"context_length": 16, "n_layers": 2, "n_heads": 2, "d_model": 16, "vocab_size": 16}
 MODEL = {**SIZES, "qkv_bias": True, "bias": True}
 LORA = {"rank": 3, "alpha": 6.0}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

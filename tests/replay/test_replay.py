@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_of_a_folder import cache_of_a_file  # noqa: F401
 from late_reads import spoil
 from tiny_runs import events, fit
 
@@ -18,13 +19,6 @@ from pentameter.replay.record import Route, RunRecord, StepNumbers, read_record
 
 KEEPS = {"interval": 4, "keep_last": 9}
 PLAIN = {"checkpoint": KEEPS, "train": {"eval_interval": None}}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory, short_measurement):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -29,13 +29,6 @@ def config(**sections) -> Config:
     return Config.model_validate(base)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def events(run, kind):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if record["event"] == kind]

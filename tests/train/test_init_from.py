@@ -12,13 +12,6 @@ from pentameter.errors import ConfigError
 from pentameter.train.loop import Trainer
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def config(**sections) -> Config:
     base = {
         "model": {"context_length": 16, "n_layers": 1, "n_heads": 2, "d_model": 16},

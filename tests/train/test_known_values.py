@@ -54,13 +54,6 @@ GOLDEN_LOSSES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def test_the_first_twenty_losses_are_pinned(tmp_path):
     Trainer(load_config("grammar", TINY), run_dir=tmp_path / "run", quiet=True).fit()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

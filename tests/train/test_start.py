@@ -24,13 +24,6 @@ from pentameter.train.say import start_warnings
 from pentameter.train.say.start_warnings import disk_warnings
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def fit(tmp_path, data, *, force=False, **train):
     config = Config.model_validate(
         {

@@ -30,13 +30,6 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def fit(run: Path, *hooks: object, **overrides: object) -> str:
     """Train; the log of the run."""
     config = load_config(load_config(TINY[0], TINY[1:]), overrides)

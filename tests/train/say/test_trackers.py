@@ -20,13 +20,6 @@ from pentameter.train.loop import Trainer
 from pentameter.train.say.trackers import require_trackers
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def config(**overrides):
     return load_config(
         "grammar",
