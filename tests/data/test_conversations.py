@@ -11,8 +11,9 @@ from cache_of_a_folder import cache_of_a_test  # noqa: F401
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.open_dataset import open_dataset
-from pentameter.data.shards.dataset import AssistantRanges, concatenated, first_tokens, open_shards
+from pentameter.data.shards.dataset import AssistantRanges, concatenated, first_tokens
 from pentameter.data.shards.format import find_header, header_hash
+from pentameter.data.shards.opening import open_shards
 from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.byte_level.alphabet import BYTE_CHARACTERS
 from pentameter.data.tokenizers.setting import load_tokenizer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from preparing import prepare, text_of_documents
 
 from pentameter.data.prepare.splits import Splitting, split_passages
-from pentameter.data.shards.dataset import open_shards
+from pentameter.data.shards.opening import open_shards
 from pentameter.data.tokenizers import chunking
 from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer

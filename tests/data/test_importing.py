@@ -13,8 +13,8 @@ from pentameter.data.prepare.from_tokens import (
     open_token_file,
     token_files,
 )
-from pentameter.data.shards.dataset import open_shards
 from pentameter.data.shards.format import find_header
+from pentameter.data.shards.opening import open_shards
 from pentameter.data.tokenizers.byte_level.training import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError

@@ -7,7 +7,7 @@ from preparing import prepare, text_of_documents
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.prepare.splits import Splitting
-from pentameter.data.shards.dataset import open_shards
+from pentameter.data.shards.opening import open_shards
 from pentameter.data.tokenizers.byte_level.training import train_bpe
 
 TEXT = "the cat sat on the mat "

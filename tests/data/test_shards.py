@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from preparing import prepare, text_of_documents
 
 from pentameter.data.prepare.splits import Splitting
-from pentameter.data.shards.dataset import open_shards
 from pentameter.data.shards.format import find_header, header_hash
+from pentameter.data.shards.opening import open_shards
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
@@ -239,7 +239,7 @@ def test_other_documents_are_found_on_opening(tmp_path):
 
 
 def test_the_first_damaged_file_is_named_and_progress_told(folder, monkeypatch):
-    monkeypatch.setattr("pentameter.data.shards.dataset.CHECK_TOKENS", 7)
+    monkeypatch.setattr("pentameter.data.shards.opening.CHECK_TOKENS", 7)
     told = []
     open_shards(folder / "text.json", progress=lambda *pass_: told.append(pass_))
     assert told == [("verifying", 2 * n, 360) for n in (50, 100, 144, 162, 180)]

@@ -15,7 +15,7 @@ import pytest
 from preparing import corpus_at, prepare
 
 from pentameter.data.prepare.splits import Splitting
-from pentameter.data.shards.dataset import open_shards
+from pentameter.data.shards.opening import open_shards
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, StorageError
 

@@ -96,8 +96,8 @@ def run(arguments: list[str]) -> int:
     and return the exit code 0."""
     options = parse(PrepareArguments, arguments, verb="prepare")
     from pentameter.data.prepare.from_tokens import token_files
-    from pentameter.data.shards.dataset import open_shards
     from pentameter.data.shards.format import find_header
+    from pentameter.data.shards.opening import open_shards
     from pentameter.data.tokenizers.char import CharTokenizer, advice_on
 
     started = time.perf_counter()

@@ -23,14 +23,9 @@ from pentameter.data.prepare.from_text import TextPreparation
 from pentameter.data.prepare.preparation import Preparation
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import Progress, no_progress
-from pentameter.data.shards.dataset import (
-    Dataset,
-    TokenSplit,
-    concatenated,
-    first_tokens,
-    open_shards,
-)
+from pentameter.data.shards.dataset import Dataset, TokenSplit, concatenated, first_tokens
 from pentameter.data.shards.format import SPLITS, find_header
+from pentameter.data.shards.opening import open_shards
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import chosen_chat_template
 from pentameter.data.tokenizers.setting import (

@@ -10,8 +10,9 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.rows_read import source_names
 from pentameter.data.batches.step import TrainingBatches, training_batches
 from pentameter.data.open_dataset import joined_sources
-from pentameter.data.shards.dataset import Dataset, open_shards
+from pentameter.data.shards.dataset import Dataset
 from pentameter.data.shards.format import find_header
+from pentameter.data.shards.opening import open_shards
 from pentameter.data.shards.token_stream import Source, is_token_stream, open_token_stream
 from pentameter.disk.atomic import read_json
 from pentameter.disk.cache import cache_folder

@@ -21,8 +21,9 @@ from typing import Any, ClassVar, Self
 from pentameter.data.corpora.text import Corpus
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import AWAITING, ENCODING, MERGING, TRAINING, Progress, no_progress
-from pentameter.data.shards.dataset import Dataset, open_shards
+from pentameter.data.shards.dataset import Dataset
 from pentameter.data.shards.format import ENCODED_WHOLE, TOKENIZER_FILE
+from pentameter.data.shards.opening import open_shards
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import END_OF_TEXT

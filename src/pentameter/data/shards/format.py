@@ -10,7 +10,7 @@
 The files together are one sequence; `train`, `val` and `test` follow one another in it, and so they
 do in the files of documents and answers. Version 1 had no file of documents: each split was one.
 Version 3 is version 2 with a file of answers, written only if there is one, so that programs which
-would learn every token refuse it. `writer.py` writes them, `dataset.py` opens them.
+would learn every token refuse it. `writer.py` writes them, `opening.py` opens them.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from pentameter.data.progress import Progress, no_progress
-from pentameter.data.shards.dataset import Dataset, TokenSequence, TokenSplit, open_shards
+from pentameter.data.shards.dataset import Dataset, TokenSequence, TokenSplit
 from pentameter.data.shards.format import read_header
+from pentameter.data.shards.opening import open_shards
 from pentameter.disk.atomic import read_json, sha256_of_json
 from pentameter.errors import CorruptError
 
