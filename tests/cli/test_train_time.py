@@ -13,7 +13,7 @@ from pentameter.checkpoint.hugging_face.config_json import choose_family
 from pentameter.cli.main import main
 from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.train.timed import time_budget
+from pentameter.train.timed import choosing, time_budget
 from pentameter.train.timed.size_law import gated_width
 from pentameter.train.timed.time_budget import parse_time
 from pentameter.train.timed.time_kept import MovedEnd, TimeKept
@@ -53,7 +53,7 @@ def trials(monkeypatch) -> list[object]:
         return ONE_STEP
 
     monkeypatch.setattr(time_budget, "CLOSING_SECONDS", 0.0)
-    monkeypatch.setattr(time_budget, "measure_pace", measure)
+    monkeypatch.setattr(choosing, "measure_pace", measure)
     return tried
 
 
@@ -153,7 +153,7 @@ def test_the_same_command_line_continues_the_same_run(folder, capsys, monkeypatc
     assert "asked 1 min 0 s, took" in capsys.readouterr().out
     run = folder / "runs" / "novel"
     before = (run / "config.toml").read_text()
-    monkeypatch.setattr(time_budget, "measure_pace", None)  # a second choice would fail
+    monkeypatch.setattr(choosing, "measure_pace", None)  # a second choice would fail
     assert main(command) == 0
     longer = "was complete already. To train longer, give more than --time 60s."
     assert longer in capsys.readouterr().out

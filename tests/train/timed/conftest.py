@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pentameter.train.timed import time_budget
+from pentameter.train.timed import choosing, time_budget
 from pentameter.train.timed.trial import Pace
 
 
@@ -20,9 +20,9 @@ def trials(tmp_path, monkeypatch):
         return Pace(2.0, 0.05, 1.0, 1e9, compiled=False)
 
     monkeypatch.setattr(time_budget, "CLOSING_SECONDS", 0.0)
-    monkeypatch.setattr(time_budget, "measure_pace", measure)
+    monkeypatch.setattr(choosing, "measure_pace", measure)
     # The choice depends on the clock and on this machine's speed, which here stand still.
     monkeypatch.setattr(time_budget.TimeBudget, "used", 1.0)
-    monkeypatch.setattr(time_budget, "_expected_flops", lambda config: 1e10)
-    monkeypatch.setattr(time_budget, "_fraction_of_cores", lambda: 1.0)
+    monkeypatch.setattr(choosing, "_expected_flops", lambda config: 1e10)
+    monkeypatch.setattr(choosing, "_fraction_of_cores", lambda: 1.0)
     return tried

@@ -27,14 +27,8 @@ from pentameter.record.checkpoints import list_checkpoints
 from pentameter.train.keep.own_configuration import configuration_to_train
 from pentameter.train.keep.resuming import NEW_FOLDER
 from pentameter.train.run import TrainingRun
-from pentameter.train.timed.time_budget import (
-    Choice,
-    TimeBudget,
-    choose_for_time,
-    choose_to_go_on,
-    parse_time,
-    process_start,
-)
+from pentameter.train.timed.choosing import Choice, choose_for_time, choose_to_go_on
+from pentameter.train.timed.time_budget import TimeBudget, parse_time, process_start
 from pentameter.train.timed.time_kept import TimeKept
 
 RECORD = "time.json"
