@@ -308,6 +308,7 @@ def test_both_of_an_exclusive_pair_at_once_is_refused():
         (["--modle.n_layers", "4"], "modle.n_layers is no key; did you mean model.n_layers?"),
         (["--n-layers", "4"], "n_layers is no key; did you mean model.n_layers?"),
         (["--model.n_embd", "4"], "did you mean model.d_model?"),
+        (["--train.log_interval", "4"], "did you mean log.interval?"),
         (["--model.learning_rate", "1"], "did you mean optimizer.learning_rate?"),
         (["--model", "4"], "model is a section, not a value"),
         (["--train.steps.x", "4"], "train.steps is a value, not a section"),
