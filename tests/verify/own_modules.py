@@ -47,6 +47,17 @@ class Mixture(nn.Module):
         return self.head(x)
 
 
+class Dropping(StateSpaceModel):
+    """Drops a tenth of its logits, whatever the configuration says."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+def dropping(config):
+    return Dropping(config.model, range(config.model.n_layers))
+
+
 class Layer(nn.Module):
     """Adds to each position what a masked mean of the sequence says."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.files.load import load_config
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, TrainingFailedError
 from pentameter.parallel.sources.custom_model import OwnModel
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.compare import verify_layouts
@@ -177,6 +177,13 @@ def test_a_module_that_was_started_keeps_its_package(tmp_path):
         capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,
     )  # fmt: skip
     assert done.stdout.strip() == "package.net", done.stderr
+
+
+def test_a_module_that_draws_whatever_it_is_told_is_refused(example, standing):
+    from own_modules import dropping
+
+    with pytest.raises(TrainingFailedError, match="draws random numbers in training"):
+        proved(OwnModel(dropping), "data=2")
 
 
 def test_less_than_one_step_is_refused(example, standing):

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
+from pentameter.errors import ConfigError
 from pentameter.keyed import bits, make_key
 from pentameter.model import loss
 from pentameter.model.initial import fill
@@ -112,6 +113,8 @@ def compute_steps(
         batch_of = custom.batch
         if any(array.dtype.kind not in "iu" for array in leaves(batch_of(0, some).targets)):
             some = np.arange(plan.batch_size)  # these targets have no value for a missing row
+    if plan.built_by is not None and world.size == 1:
+        _refuse_draws(engine, plan.built_by, batch_of(0, engine.rows))
     for step in range(n_steps):
         trained = engine.forward_backward(batch_of(step, engine.rows), step)
         gradients = {
@@ -130,6 +133,19 @@ def compute_steps(
             row_losses, next_logits = _read_in_other_ways(engine, batch_of(step, some))
             found = replace(found, row_losses=row_losses, next_logits=next_logits)
         yield found
+
+
+def _refuse_draws(engine: Engine, built_by: str, batch: Batch) -> None:
+    """Raise ConfigError if a custom model draws random numbers in training, which differ from
+    layout to layout: the loss of the same batch then depends on the step that seeds them."""
+    first, second = (engine.forward_backward(batch, step).mean for step in (0, 1))
+    engine.zero_gradients()
+    if first != second:
+        raise ConfigError(
+            f"the module that {built_by} builds draws random numbers in training, such as a "
+            "dropout's, which differ from layout to layout; take its rate from "
+            "config.model.dropout, which is 0 here"
+        )
 
 
 def _read_in_other_ways(engine: Engine, batch: Batch) -> tuple[Float64, Float64]:
