@@ -35,6 +35,18 @@ class Words(nn.Module):
         return self.head(self.dropout(torch.relu(self.blocks[0](self.embedding(tokens)))))
 
 
+class Masked(Words):
+    """With a causal mask of infinities, as `nn.Transformer` makes it, in a buffer."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(T))
+
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return self.mask[: tokens.shape[1], : tokens.shape[1]].softmax(-1) @ logits
+
+
 class NeedsTargets(Words):
     def forward(self, tokens, targets):
         logits = super().forward(tokens).flatten(0, 1)
@@ -145,6 +157,44 @@ def test_adapters_of_a_module_are_merged_when_it_is_loaded(tmp_path):
     tokens = torch.arange(T)[None] % 5
     # One matrix, or two products: fp32 in another order.
     torch.testing.assert_close(loaded(tokens), trained(tokens), rtol=0, atol=1e-5)
+
+
+def test_a_mask_of_infinities_is_saved_and_loaded(tmp_path):
+    build_masked = lambda config: Masked(config.model)  # noqa: E731
+    fit(tmp_path, hooks=[StopAt(6)], model=build_masked)
+    trainer, end = fit(tmp_path, model=build_masked)
+    assert end.step == 12
+    assert trainer.engine.model.mask.isinf().any()
+    loaded = load_model(tmp_path, model=build_masked)
+    assert torch.equal(loaded.model.mask, Masked(trainer.config.model).mask)
+
+
+def test_a_module_that_returns_the_mean_of_its_losses_is_told_of_before_the_first_step(tmp_path):
+    class Mean(NeedsTargets):
+        def forward(self, tokens, targets):
+            return super().forward(tokens, targets) / targets.numel()
+
+    fit(tmp_path / "mean", steps=1, model=lambda config: Mean(config.model))
+    fit(tmp_path / "sum", steps=1, model=build_with_loss)
+    mean, total = ((tmp_path / name / "log.txt").read_text() for name in ("mean", "sum"))
+    assert "is to return the sum of its tokens' losses" in mean
+    assert "is to return the sum" not in total
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda logits, loss: (logits, loss), r"returned tuple, .* the summed loss, 0-dim, alone"),
+        (lambda logits, loss: {"loss": loss}, "returned dict, called with inputs and targets"),
+    ],
+)
+def test_a_module_that_returns_more_than_its_loss_is_refused(tmp_path, returned, said):
+    class Several(NeedsTargets):
+        def forward(self, tokens, targets):
+            return returned(None, super().forward(tokens, targets))
+
+    with pytest.raises(ConfigError, match=said):
+        fit(tmp_path, model=lambda config: Several(config.model))
 
 
 def test_without_logits_nothing_is_sampled(tmp_path):

@@ -26,6 +26,7 @@ from pentameter.train.evaluations import (
 from pentameter.train.hooks import Hooks, SampledText
 from pentameter.train.keep.saving import RunCheckpoints, failure_ends_run
 from pentameter.train.run import TrainingRun
+from pentameter.train.say.start_warnings import mean_loss_warning
 from pentameter.train.signals import PROMPT_SECONDS, StopSignals
 
 
@@ -84,6 +85,8 @@ class Boundary:
             folder = run.folder
             trained = state.step > 0 or (folder.initial_weights or folder.checkpoint) is not None
             loss = found[validation].loss
+            if not trained and (said := mean_loss_warning(run.plan, loss)) is not None:
+                run.console.say(f"warning: {said}")
             self._new_best = state.record_eval(loss, trained=trained, of=kind)
         for name, metrics in found.items():
             best = name == validation and self._new_best

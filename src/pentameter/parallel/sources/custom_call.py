@@ -7,7 +7,7 @@ Shapes: B batch rows, T tokens, D channels, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,21 +39,31 @@ def custom_call(
     the function named `built_by` builds. The slice that `is_last` returns a loss or logits, any
     other the residual stream. If it `reads_inputs`, x is (stream, inputs).
 
-    Losses and streams have the parameters' dtype. The Call raises ConfigError for a loss that is
-    not 0-dim, and for logits with targets that are not one integer tensor.
+    Losses and streams have the parameters' dtype. The Call raises ConfigError for a module that
+    does not return one tensor, for a loss that is not 0-dim, and for logits with targets that are
+    not one integer tensor.
     """
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     vocab_size = config.model.vocab_size
     assert vocab_size is not None  # resolved
 
     def run(model: nn.Module, x: Tree, *targets: Tree) -> Tensor:
-        """Call the module, and return what it returns, unchanged. x is the inputs (B, …) or, if a
-        later stage reads them too, a pair: the residual stream (B, T, D) and the inputs. `targets`
-        (B, …), if any, is passed on."""
-        if not reads_inputs:
-            return cast("Tensor", model(x, *targets))
-        stream, inputs = x
-        return cast("Tensor", model(stream, *targets, inputs=inputs))
+        """Call the module, and return the tensor that it returns, unchanged. x is the inputs (B, …)
+        or, if a later stage reads them too, a pair: the residual stream (B, T, D) and the inputs.
+        `targets` (B, …), if any, is passed on."""
+        if reads_inputs:
+            stream, inputs = x
+            found = model(stream, *targets, inputs=inputs)
+        else:
+            found = model(x, *targets)
+        if not isinstance(found, Tensor):
+            due = "the summed loss, 0-dim," if targets else "logits" if is_last else "the stream"
+            raise ConfigError(
+                f"the module that {built_by} builds returned {type(found).__name__}, called with "
+                f"{'inputs and targets' if targets else 'inputs'}; it is to return {due} alone, as "
+                "one tensor"
+            )
+        return found
 
     def call_for_stream(
         model: nn.Module, x: Tree, targets: Tree | None, keys: Tensor | None

@@ -1,8 +1,8 @@
 """The rules for saving a run, and for keeping its checkpoints.
 
-1. Only finite tensors are saved. Each rank first checks its shards of the weights and the optimizer
-   state. If one rank finds NaN or an infinity, all raise TrainingFailedError, and nothing is
-   written or removed.
+1. Only finite weights and optimizer states are saved. Each rank first checks its shards of them.
+   If one rank finds NaN or an infinity, all raise TrainingFailedError, and nothing is written or
+   removed.
 2. Nothing is saved while replicas of a tensor differ between ranks: a checkpoint would mix
    several. Replicas are compared first (and every `train.check_copies` steps), with
    `train.check_every` more than these (`checking.py`). If any differ, all ranks raise
@@ -325,15 +325,17 @@ class RunCheckpoints:
             raise TrainingFailedError(f"step {self.run.state.step} {consequence}: {wrong}; {self}")
 
     def _plan(self, doing: str) -> _PendingSave:
-        """Check that all tensors are finite and that replicas are equal, then plan the save of this
-        step, and return it. `doing` is noted as this rank's activity meanwhile. Raises
-        TrainingFailedError if a check fails. Collective."""
+        """Check that weights and optimizer states are finite and that replicas are equal, then plan
+        the save of this step, and return it. `doing` is noted as this rank's activity meanwhile.
+        Raises TrainingFailedError if a check fails. Collective."""
         start = time.perf_counter()
         run, world = self.run, self.run.world
         world.activity.note(doing, run.state.step)
         world.agreed(run.folder.check_ours)
         tensors = world.agreed(lambda: tensors_to_save(run.engine, run.optimizer))
-        wrong = first_non_finite(tensors, world)
+        learned = dict(run.engine.named_parameters())  # a buffer may hold a mask of infinities
+        model = {name: t for name, t in tensors["model"].items() if name in learned}
+        wrong = first_non_finite({**tensors, "model": model}, world)
         if wrong is not None:
             self.give_up(f"step {run.state.step} is not saved: {wrong} is not finite")
         self._refuse_faults("is not saved")

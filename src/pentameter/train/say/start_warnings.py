@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from pentameter.config.choices import look_up
@@ -30,6 +31,10 @@ FEW_WINDOWS = 8
 MOSTLY_PADDING = 0.5
 """A run warns if less than this fraction of its batch rows' tokens is not padding."""
 
+LEAST_OF_EVEN = 0.1
+"""Least loss of random weights, as a fraction of the loss of even guesses. Modules that scale
+nothing begin above it; a mean over a micro-batch, divided by its tokens once more, far below it."""
+
 MANY_PASSES = 10
 """A run that makes this many passes over its text, without dropout or patience, warns about
 overfitting."""
@@ -52,6 +57,23 @@ def evaluation_warnings(plan: Plan, batches: TrainingBatches | CustomBatches) ->
     if train.sample_interval is not None and not plan.gives_logits:
         return [f"nothing is sampled: the module that {plan.built_by} builds needs targets to run"]
     return []
+
+
+def mean_loss_warning(plan: Plan, loss: float) -> str | None:
+    """Return a warning if `loss`, in nats per token, of a custom model's initial weights is so far
+    below that of even guesses that the module seems to divide its loss by the targets itself; else
+    None."""
+    vocab_size = plan.config.model.vocab_size
+    if plan.built_by is None or vocab_size is None:
+        return None
+    even = math.log(vocab_size)
+    if loss >= LEAST_OF_EVEN * even:
+        return None
+    return (
+        f"before training the loss is {loss:.3g} a token, where even guesses have {even:.3g}: the "
+        f"module that {plan.built_by} builds is to return the sum of its tokens' losses "
+        '(reduction="sum"), not their mean'
+    )
 
 
 def compute_warnings(plan: Plan, compute: Compute, world: World) -> list[str]:
