@@ -51,34 +51,34 @@ class Links:
         """Return the slowest link that groups along a mesh dimension span."""
         return "inside a node" if self.group(dimension)[2] == 1 else "between nodes"
 
-    def seconds(self, dimension: str, kind: Kind, traffic: Communication) -> float:
-        """Return the seconds for all calls that `traffic` counts, one after another without
+    def seconds(self, dimension: str, kind: Kind, sent: Communication) -> float:
+        """Return the seconds for all calls that `sent` counts, one after another without
         overlap: collectives or messages of one `kind` along a mesh dimension, or WORLD. 0 for a
         group with one rank."""
         size, within, nodes = self.group(dimension)
-        if size == 1 or not traffic.calls:
+        if size == 1 or not sent.calls:
             return 0.0
-        n_bytes = traffic.n_bytes / traffic.calls
-        return traffic.calls * (
+        n_bytes = sent.n_bytes / sent.calls
+        return sent.calls * (
             n_bytes * self._passes(kind, size) / self._bandwidth(kind, size, within, nodes)
             + self._hops(kind, within, nodes)
         )
 
-    def total(self, traffic: StepCommunication, *dimensions: str) -> float:
-        """Return the seconds for all communication in `traffic`, one rank's by (dimension, kind),
+    def total(self, sent: StepCommunication, *dimensions: str) -> float:
+        """Return the seconds for all communication in `sent`, one rank's by (dimension, kind),
         along the named mesh dimensions, one call after another."""
         return sum(
             self.seconds(dimension, kind, counted)
-            for (dimension, kind), counted in traffic.items()
+            for (dimension, kind), counted in sent.items()
             if dimension in dimensions
         )
 
     def seconds_and_calls(
-        self, traffic: StepCommunication, dimension: str, kind: Kind
+        self, sent: StepCommunication, dimension: str, kind: Kind
     ) -> tuple[float, int]:
-        """Return (seconds, number of calls) in `traffic`, one rank's by (dimension, kind), for one
+        """Return (seconds, number of calls) in `sent`, one rank's by (dimension, kind), for one
         kind of collective along a mesh dimension; (0.0, 0) if there are none."""
-        counted = traffic.get((dimension, kind))
+        counted = sent.get((dimension, kind))
         if counted is None:
             return 0.0, 0
         return self.seconds(dimension, kind, counted), counted.calls
