@@ -215,21 +215,11 @@ class Trainer:
                 raise lost from error
             not_copied = loop.boundary.finish_copies()
             run.folder.check_not_replaced()  # whose events since then were not written
-            if end.kind != EndKind.SIGNAL:
-                if not_copied is not None:
-                    raise StorageError(f"{not_copied}; it is complete, and in {run.folder.path}")
-                return end
-            what = f"stopped by {end.reason} after step {end.step}"
-            also = "" if not_copied is None else f"; {not_copied}"
-            if checkpoints.last_step == end.step:
-                raise InterruptedRunError(
-                    f"{what}, which is saved; the same command continues{also}"
-                )
-            if run.state.consecutive_skips:
-                what += ", whose update was skipped"
-            else:
-                what = f"stopped by {end.reason} before its first step"
-            raise InterruptedRunError(f"{what}; {checkpoints}{also}")
+            if end.kind == EndKind.SIGNAL:
+                raise _interruption(end, checkpoints, not_copied)
+            if not_copied is not None:
+                raise StorageError(f"{not_copied}; it is complete, and in {run.folder.path}")
+            return end
 
     def _rate(self) -> Callable[[int], float]:
         """Return a function from the step, 0-based, to its learning rate: the user's, else the
@@ -238,6 +228,22 @@ class Trainer:
         return self._request.supplied.schedule or partial(
             learning_rate, optimizer=config.optimizer, schedule=config.schedule
         )
+
+
+def _interruption(
+    end: RunEnd, checkpoints: RunCheckpoints, not_copied: str | None
+) -> InterruptedRunError:
+    """Return the error for a run that a signal has ended: it says where the same command goes on,
+    and what is `not_copied`, if anything."""
+    what = f"stopped by {end.reason} after step {end.step}"
+    also = "" if not_copied is None else f"; {not_copied}"
+    if checkpoints.last_step == end.step:
+        return InterruptedRunError(f"{what}, which is saved; the same command continues{also}")
+    if checkpoints.run.state.consecutive_skips:
+        what += ", whose update was skipped"
+    else:
+        what = f"stopped by {end.reason} before its first step"
+    return InterruptedRunError(f"{what}; {checkpoints}{also}")
 
 
 def run_folder_path(run_dir: Path | str | None, config: Config) -> Path:
