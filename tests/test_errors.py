@@ -1,4 +1,4 @@
-"""What errors offer: the nearest divisors."""
+"""What errors offer: the nearest divisors, a few of many names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.errors import lone_surrogate, missing_package, nearest_divisors
+from pentameter.errors import few, lone_surrogate, missing_package, nearest_divisors
 
 
 @given(st.integers(1, 2_000), st.integers(1, 3_000))
@@ -24,6 +24,11 @@ def test_a_huge_prime_takes_no_time():
     start = time.perf_counter()
     assert nearest_divisors(2**31 - 1, 7) == [1, 2**31 - 1]
     assert time.perf_counter() - start < 1  # 46,341 divisions; all of 2³¹ would take minutes
+
+
+def test_many_names_are_a_few_and_a_number():
+    assert few({"b", "a"}) == "a, b"
+    assert few(range(9), 3) == "0, 1, 2 and 6 more"
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8")), st.text())
