@@ -293,6 +293,17 @@ def test_free_space_is_checked_before_the_save(store, save, monkeypatch):
     assert names(store) == ["step-00000001"]
 
 
+def test_a_disk_with_room_for_the_warned_bytes_has_room_for_the_save(store, monkeypatch):
+    state = Contents(1, {"model": {"w": torch.ones(256)}}, {"step": 1}, {})
+    asked = []
+    monkeypatch.setattr(
+        "pentameter.checkpoint.folders.store.check_free_space",
+        lambda folder, n_bytes: asked.append(n_bytes),
+    )
+    store.save(state)
+    assert 1024 < asked[0] < 2048  # what `check_free_space` adds is counted once
+
+
 def test_the_manifest_is_plain_json_with_every_file(store, save):
     saved = save(store, 5)
     manifest = json.loads((saved.path / "manifest.json").read_text())

@@ -176,7 +176,11 @@ def test_a_write_that_fails_ends_the_run_and_loses_nothing(tmp_path, failing_dis
     chosen = sections(asynchronous=asynchronous)
     chosen["train"]["steps"] = 16  # so that a save falls due after the one that fails, not the last
     failing_disk.add(8)
-    with pytest.raises(StorageError, match=r"cannot write .*step-00000008.*free some space") as got:
+    with pytest.raises(
+        StorageError,
+        match=r"step 8 is not saved: cannot write .*free some space; "
+        "the last checkpoint is step 4, where the same command goes on",
+    ) as got:
         fit(run, sections=chosen)
     assert got.value.exit_code == 74
     assert os.listdir(run / "checkpoints") == ["step-00000004"]

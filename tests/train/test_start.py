@@ -10,6 +10,7 @@ from tiny_runs import config as tiny_config
 
 from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
+from pentameter.disk.atomic import SPARE_BYTES
 from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.fit import CONTEXT_BYTES
 from pentameter.estimating.bytes.plan_estimates import plan_memory
@@ -268,7 +269,7 @@ def test_a_disk_too_small_for_what_is_kept_is_told_before_the_first_step(tmp_pat
     kept = plan.config.checkpoint.keep_last + 1 + 1  # the best, and the one being written
     for n_bytes, n_there, is_told in ((kept, 0, False), (kept - 1, 0, True), (kept - 1, 1, False)):
         monkeypatch.setattr(
-            start_warnings, "free_bytes", lambda _, n=n_bytes: int(1.01 * n * saved)
+            start_warnings, "free_bytes", lambda _, n=n_bytes: n * saved + SPARE_BYTES
         )
         folder = tmp_path / f"{n_bytes}-{n_there}" / "checkpoints"
         for step in range(n_there):

@@ -243,13 +243,18 @@ def free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+SPARE_BYTES = 2**20
+"""Bytes that stay free beside what is written: for folder entries, block rounding and logs."""
+
+
 def check_free_space(folder: Path, n_bytes: int) -> None:
-    """Raise StorageError unless the file system with `folder` has `n_bytes` bytes free."""
+    """Raise StorageError unless the file system with `folder` has `n_bytes` bytes free, and
+    SPARE_BYTES more."""
     free = free_bytes(folder)
-    if free < n_bytes:
+    if free < n_bytes + SPARE_BYTES:
         raise StorageError(
-            f"cannot write {n_bytes:,} bytes to {folder}: {free:,} bytes are free; "
-            "free some space or use another folder"
+            f"cannot write {n_bytes:,} bytes to {folder}, beside {SPARE_BYTES:,} that stay free: "
+            f"{free:,} bytes are free; free some space or use another folder"
         )
 
 

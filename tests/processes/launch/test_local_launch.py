@@ -153,7 +153,7 @@ def test_a_killed_worker_is_named(launch):
     assert code == 70
     assert err == (
         "pentameter: rank 1: was killed by SIGKILL (out of memory?); "
-        "the same command goes back to the last checkpoint\n"
+        "the same command goes back to the last checkpoint, or begins anew if there is none\n"
     )
 
 
@@ -182,7 +182,7 @@ def test_who_hangs_is_named_where_others_wait_on_nccl(launch, roles):
         r"\(parallel\.timeout_seconds\) in step 7 \(training\): it did not reach the "
         r"all-reduce along tensor of wait_on_nccl "
         r"\(launched\.py:\d+\), where ranks 0 and 2 wait\. The same command goes back to the last "
-        "checkpoint",
+        "checkpoint, or begins anew if there is none",
         message,
     )
     if "aborted" in roles:
@@ -217,7 +217,8 @@ def test_one_signal_ends_a_run_in_which_a_worker_hangs(launch, tmp_path, how, sh
     *stacks, message = err.splitlines()
     assert re.fullmatch(
         r"pentameter: rank 1: stopped by SIGTERM, but rank 1 did nothing more for \d+ s in step 1 "
-        r"\(training\) and had to be killed; the same command goes back to the last checkpoint",
+        r"\(training\) and had to be killed; the same command goes back to the last checkpoint, or "
+        "begins anew if there is none",
         message,
     )
     assert re.search(shown, "\n".join(stacks))

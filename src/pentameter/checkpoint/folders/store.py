@@ -52,8 +52,6 @@ from pentameter.record.checkpoints import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SLACK_BYTES = 2**20  # folder entries, the manifest, block rounding
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -301,7 +299,7 @@ class CheckpointStore:
             small.update(contents.small_files())
             self._refuse_foreign(contents.step)
             make_folder(self.folder)
-            check_free_space(self.folder, n_bytes + sum(map(len, small.values())) + _SLACK_BYTES)
+            check_free_space(self.folder, n_bytes + sum(map(len, small.values())))
             temporary = self.folder / temporary_name(step_folder_name(contents.step))
             with storage_errors(temporary, "create the folder"):
                 os.mkdir(temporary)

@@ -56,6 +56,9 @@ _LATE = re.compile(
 
 _MOST_RANKS_NAMED = 8
 
+GOES_BACK = "the same command goes back to the last checkpoint, or begins anew if there is none"
+"""Clause for people: how a run goes on that one of its processes has left."""
+
 
 class LostProcessError(TrainingFailedError):
     """Raised when another process of the run has ended or no longer responds, for a reason that

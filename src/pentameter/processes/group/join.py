@@ -38,6 +38,7 @@ from pentameter.machine.cores_and_memory import (
 )
 from pentameter.processes.failures.activity import Activity, activity_path
 from pentameter.processes.failures.failure import (
+    GOES_BACK,
     LostProcessError,
     lost_process,
     spelled,
@@ -242,7 +243,7 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
         )
     elif how == "gone" and not any(wait.timed_out for wait in waits.values()):
         said = went_away(absent, waits, str(activity.latest))
-    return LostProcessError(f"{said} The same command goes back to the last checkpoint", own)
+    return LostProcessError(f"{said} {GOES_BACK.capitalize()}", own)
 
 
 def local_device(device: torch.device, world: World) -> torch.device:

@@ -27,6 +27,7 @@ from pentameter.machine.child import Child, ForkedChild
 from pentameter.machine.cores_and_memory import check_memory, check_processes, has_gpu_file
 from pentameter.processes.failures.activity import Watchdog, culprits, read_activity, stacks
 from pentameter.processes.failures.failure import (
+    GOES_BACK,
     Failure,
     WorkerFailedError,
     first_failure,
@@ -54,7 +55,6 @@ SUSPEND_SECONDS = 10.0
 """Seconds from Ctrl-Z in which the processes may pause by themselves, between two steps."""
 
 POLL_SECONDS = 0.05
-_GOES_BACK = "The same command goes back to the last checkpoint"
 # Signals from outside the program; SIGABRT may follow from another process's failure.
 _ROOT_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
@@ -278,8 +278,7 @@ class Workers:
         seconds = time.monotonic() - self.received_at
         message = (
             f"stopped by {self.received[0].name}, but {spelled(silent)} did nothing more for "
-            f"{seconds:.0f} s {self._watchdog.of(silent[0])} and had to be killed; the same "
-            "command goes back to the last checkpoint"
+            f"{seconds:.0f} s {self._watchdog.of(silent[0])} and had to be killed; {GOES_BACK}"
         )
         self._kill()
         return [Failure(silent[0], InterruptedRunError.exit_code, message, 0.0)]
@@ -334,7 +333,7 @@ class Workers:
         if not first.consequence:
             return _with_wait(first, self.failures)
         said = told_by_records(self._folder, self._world_size, self._hanging)
-        return first if said is None else replace(first, message=f"{said} {_GOES_BACK}")
+        return first if said is None else replace(first, message=f"{said} {GOES_BACK.capitalize()}")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a stop signal: forward it to all workers."""
@@ -444,14 +443,14 @@ def _unreported(rank: int, code: int, folder: Path) -> Failure:
         waited, stack = "", ""
         if record.wait is not None:
             waited, stack = str(record.wait), record.wait.stack
-        message = f"NCCL gave up waiting for another process {latest}. {_GOES_BACK}"
+        message = f"NCCL gave up waiting for another process {latest}. {GOES_BACK.capitalize()}"
         exit_code = TrainingFailedError.exit_code
         lost = Failure(rank, exit_code, message, time.time(), consequence=True)
         return replace(lost, waited=waited, stack=stack)
     message, now = f"{exit_reason(code)} and no report", time.time()
     if code < 0:
         where = f" {latest}" if latest.step else ""
-        message = f"{exit_reason(code)}{where}; the same command goes back to the last checkpoint"
+        message = f"{exit_reason(code)}{where}; {GOES_BACK}"
         now = 0.0 if -code in _ROOT_CAUSES else now
         code = TrainingFailedError.exit_code
     return Failure(rank, code, message, now, killed=True)

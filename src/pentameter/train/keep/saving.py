@@ -181,7 +181,7 @@ class RunCheckpoints:
                 pending.save.start_writing(self._buffers)
         except StorageError as error:
             if ends or failure_ends_run(self.run.config):
-                raise
+                raise self._not_saved(step, error) from error
             _say_not_saved(self.run, step, error)
             return
         self._pending = pending
@@ -228,7 +228,7 @@ class RunCheckpoints:
         except StorageError as error:
             self.old.unfinished += [pending.save.folder] if self.run.world.is_main else []
             if must_not_fail or (failure_ends_run(self.run.config) and not may_fail):
-                raise
+                raise self._not_saved(step, error) from error
             _say_not_saved(self.run, step, error)
             return
         again, self.last_step = self.last_step == step, step
@@ -315,6 +315,9 @@ class RunCheckpoints:
             f"{why}; {self}. {advice(self.run)}; `pentameter report {store.folder.parent}` shows "
             "what happened"
         )
+
+    def _not_saved(self, step: int, error: StorageError) -> StorageError:
+        return StorageError(f"step {step} is not saved: {error}; {self}")
 
     def _refuse_faults(self, consequence: str) -> None:
         """Raise TrainingFailedError if replicas of a tensor differ between ranks, or another check

@@ -14,7 +14,7 @@ from pentameter.data.shards.dataset import Dataset, TokenSplit
 from pentameter.data.tokenizers.char import CharTokenizer, advice_on
 from pentameter.data.tokenizers.render_client import ends_of_answers
 from pentameter.data.tokenizers.setting import is_made_from_text
-from pentameter.disk.atomic import free_bytes
+from pentameter.disk.atomic import SPARE_BYTES, free_bytes
 from pentameter.errors import ConfigError, StorageError
 from pentameter.estimating.bytes.costs import Step
 from pentameter.estimating.bytes.memory import state_bytes
@@ -167,13 +167,14 @@ def disk_warnings(plan: Plan, checkpoints: Path) -> list[str]:
         )
     except StorageError:  # what cannot be asked is found out by the first save
         return []
-    if n_more * saved <= free:
+    needed = n_more * saved + SPARE_BYTES
+    if needed <= free:
         return []
     return [
         f"checkpoints of {size(saved)} each will not fit on this disk: the run keeps "
         f"{kept} (checkpoint.keep_last={settings.keep_last}"
-        f"{' and the best' if settings.keep_best else ''}), one more while it saves, and "
-        f"{size(free)} are free. Free some space, or keep fewer"
+        f"{' and the best' if settings.keep_best else ''}), one more while it saves, which needs "
+        f"{size(needed)}, and {size(free)} are free. Free some space, or keep fewer"
     ]
 
 
