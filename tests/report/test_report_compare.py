@@ -191,6 +191,15 @@ def test_a_lead_beyond_the_noise_is_named_for_all_seeds(make_seeds):
     )
 
 
+def test_seeds_of_a_sweep_go_by_its_other_values(make_seeds):
+    low = make_seeds("learning_rate-1e-3_seed", (1.460, 1.461))
+    high = make_seeds("learning_rate-1e-2_seed", (1.480, 1.481), optimizer__learning_rate=0.5)
+    assert compare_runs([*high, *low]).ranking.verdict.startswith(
+        "learning_rate-1e-3 (2 seeds) has the lowest mean validation loss: 1.4605 ± 0.0007, "
+        "0.0200 below learning_rate-1e-2 (2 seeds)."
+    )
+
+
 def test_seeds_of_one_training_are_told_as_such(make_seeds):
     found = compare_runs(make_seeds("a", (1.0, 2.0)))
     assert found.ranking.verdict == (

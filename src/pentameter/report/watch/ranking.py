@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ def compared_run(label: str, record: RecordedRun) -> Run:
     return Run(label, record, results(record), outcome(record), settings(record.config))
 
 
+_SEED = re.compile(r"_seed-\d+(?![^_])|(?<![^/])seed-\d+_")  # beside another value of a sweep
+
+
 @dataclass(frozen=True)
 class Repeats:
     """A group of finished runs that differ only in their seed and began with the same weights, so
@@ -55,9 +59,13 @@ class Repeats:
 
     @property
     def label(self) -> str:
-        """The best run's label, and the number of seeds if there are several."""
+        """The run's label. Of several the label that they have without their seeds, as a sweep
+        names them, else the best run's, and the number of seeds."""
         first = self.runs[0].label
-        return first if len(self.runs) == 1 else f"{first} ({len(self.runs)} seeds)"
+        if len(self.runs) == 1:
+            return first
+        without = {_SEED.sub("", run.label) for run in self.runs}
+        return f"{without.pop() if len(without) == 1 else first} ({len(self.runs)} seeds)"
 
     @property
     def loss(self) -> str:
