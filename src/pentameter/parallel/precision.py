@@ -89,8 +89,10 @@ def set_matmul_precision(
 ) -> None:
     """Set torch's global fp32 matmul precision to `asked` (`train.matmul_precision`), or if None to
     the one that `precision` implies. Raises ConfigError for an unknown word, which torch would
-    accept. The compiler's advice to allow TF32 is then silenced: this is where that is decided."""
+    accept. The compiler's advice to allow TF32 is then silenced: this is where that is decided; and
+    so is torch's remark that a norm's weights are finer than its input, which is meant."""
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     match asked:
         case None:
             numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
