@@ -98,6 +98,28 @@ def test_a_chat_model_is_chatted_with_and_an_image_in_an_answer_is_text(tmp_path
     assert title == "mode: chat asked: system=short,user=hi images: 0 said: 43 legend: true"
 
 
+REFUSES_THE_FIRST = """
+const asked = [];
+const event = {choices: [{index: 0, delta: {content: "ok"}, finish_reason: "stop", logprobs: null}]};
+window.fetch = async (path, options) => {
+  if (path === "/v1/models") return {json: async () => ({data: [{id: "talker", has_chat_template: true}]})};
+  asked.push(JSON.parse(options.body).messages.map((m) => m.content).join("+"));
+  return asked.length === 1 ? {ok: false, json: async () => ({error: {message: "too long"}})}
+    : {ok: true, body: new Response(`data: ${JSON.stringify(event)}\\n\\ndata: [DONE]\\n\\n`).body};
+};
+const send = (text) => { $("prompt").value = text; $("go").click(); };
+setTimeout(() => { send("long"); setTimeout(() => { send("short"); setTimeout(() => {
+  document.title = `${asked}; errors: ${document.querySelectorAll(".error").length}`; }, 500); }, 500); }, 500);
+"""  # noqa: E501
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_a_refused_message_is_not_sent_again_with_the_next(tmp_path):
+    shown = dom(tmp_path, page_with(tmp_path, REFUSES_THE_FIRST))
+    assert "<title>long,short; errors: 1</title>" in shown
+
+
 WANTS_A_KEY = """
 window.fetch = async (path, {headers}) => headers.Authorization === "Bearer k"
   ? {json: async () => ({data: [{id: "talker", has_chat_template: true}]})} : {status: 401};
