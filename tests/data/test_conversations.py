@@ -268,6 +268,17 @@ def test_joined_splits_and_their_beginnings_keep_answers(tmp_path):
     assert first_tokens(text, 50) is text
 
 
+def test_the_beginning_of_a_single_conversation_is_all_of_it(tmp_path):
+    """Cut in its answer, it taught so much of what follows in a mixture; before it, nothing."""
+    records = [{"prompt": "ab", "completion": "cdefgh"}]
+    alone = opened(jsonl(tmp_path / "x.jsonl", records), validation_fraction=0.0).split("train")
+    for n_tokens in range(1, 9):
+        start = first_tokens(concatenated("both", [alone, alone]), 2 * n_tokens)
+        assert start.n_tokens == 16
+        assert start.assistant.bounds.tolist() == [[2, 8], [10, 16]]
+        assert start.assistant.n_tokens == start.assistant.n_bytes == 12
+
+
 def test_mask_and_count():
     answers = AssistantRanges(np.array([[2, 4], [7, 8]]), 3, 3)
     expected = [False, False, True, True, False, False, False, True, False]

@@ -222,7 +222,7 @@ def _all_tokens(split: TokenSplit) -> AssistantRanges:
 
 def first_tokens(split: TokenSplit, n_tokens: int) -> TokenSplit:
     """Return the beginning of a split: the fewest whole documents that have at least `n_tokens`; in
-    a split with one document, exactly `n_tokens`. The whole split if it has no more.
+    a text of one document, exactly `n_tokens`. The whole split if it has no more.
 
     If it concatenates several parts, each is shortened in proportion to its size. Of a token stream
     only the first part is used, so that nothing waits. `n_bytes` shrinks in proportion to the
@@ -238,16 +238,16 @@ def first_tokens(split: TokenSplit, n_tokens: int) -> TokenSplit:
         )
     if n_tokens >= split.n_tokens:
         return split
-    bounds = split.document_bounds
+    bounds, assistant = split.document_bounds, split.assistant
     last = int(np.searchsorted(bounds, n_tokens))  # the document in which they end
-    stop = int(bounds[last]) if len(bounds) > 2 else n_tokens
-    assistant = split.assistant
+    is_cut = len(bounds) == 2 and assistant is None  # a conversation may end with its only answer
+    stop = n_tokens if is_cut else int(bounds[last])
     if assistant is not None:
         kept = assistant.bounds[: np.searchsorted(assistant.bounds[:, 0], stop)]
         n_kept = int((kept[:, 1] - kept[:, 0]).sum())
         n_bytes = max(1, round(assistant.n_bytes * n_kept / assistant.n_tokens))
         assistant = AssistantRanges(kept, n_kept, n_bytes)
-    starts = split.document_starts[:last] if len(bounds) > 2 else split.document_starts
+    starts = split.document_starts[:last]
     n_bytes = max(1, round(split.n_bytes * stop / split.n_tokens))
     return TokenSplit(split.name, split.tokens.part(0, stop), n_bytes, starts, assistant)
 
