@@ -280,6 +280,20 @@ def test_a_router_computes_in_float32_under_autocast() -> None:
     assert isinstance(experts.router, Router)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("position", ["pre", "post", "output"])
+def test_a_model_of_16_bits_keeps_them_in_its_stream(dtype: torch.dtype, position: str) -> None:
+    """As `sample --precision bf16` has one: norms and linear layers refuse wider inputs."""
+    config = ModelConfig.model_validate({**BASE, "n_shared_experts": 1, "norm_position": position})
+    model = build_model(config, 3).to(dtype).eval()
+    tokens = torch.arange(T)[None]
+    with torch.no_grad():
+        found = model(tokens)
+        expected = model.double()(tokens)
+    assert found.dtype is dtype
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 def test_fsdp_finds_the_tensors_that_a_router_returns():
     """As torch 2.11 looks for them; without, a router's weight was not there for the backward pass
     of ZeRO 3."""

@@ -148,11 +148,11 @@ def test_only_bf16_is_multiplied_at_once() -> None:
     experts.down.forward = lambda rows, groups: seen.append(groups.at_once) or rows
     experts.at_once = True
     rows, ends = torch.zeros(E, D), torch.arange(1, E + 1)
-    experts._outputs(rows, ends)
+    experts.expert_outputs(rows, ends)
     with torch.autocast("cpu", torch.bfloat16):
-        experts._outputs(rows, ends)
+        experts.expert_outputs(rows, ends)
     experts.at_once = False
-    experts._outputs(rows.bfloat16().float(), ends)
+    experts.expert_outputs(rows.bfloat16().float(), ends)
     assert seen == [False, True, False]
 
 

@@ -454,8 +454,11 @@ class Experts(nn.Module):
         rows = SortedRows.apply(tokens, order, routing.experts.shape[1])
         dispatched = self.exchange.dispatch(rows, ends)
         shared = self._shared_expert_outputs(x)  # computed while rows are under way
-        outputs = RestoredRows.apply(self.exchange.outputs(self._outputs, dispatched), order)
-        y = self.tokens.gather(_mixed(outputs, routing.weights), len(flat)).view_as(x)
+        outputs = RestoredRows.apply(self.exchange.outputs(self.expert_outputs, dispatched), order)
+        mixed = _mixed(outputs, routing.weights)
+        # Factors are fp32 at least, which made it so: a model may have 16-bit weights throughout.
+        mixed = mixed.to(torch.promote_types(x.dtype, self.up.weight.dtype))
+        y = self.tokens.gather(mixed, len(flat)).view_as(x)
         y = y if shared is None else y + shared
         return self.dropout(y, dropout_keys, positions.stream)
 
@@ -472,7 +475,7 @@ class Experts(nn.Module):
         False if by one expert's after another."""
         return self.at_once and matmul_dtype(x) is torch.bfloat16
 
-    def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def expert_outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return the outputs (R, D) of this rank's experts for rows (R, D), sorted by expert.
         `ends` (E,) is the index after each expert's last row, on the rows' device or on the CPU."""
         at_once = self._multiplies_at_once(rows)
