@@ -23,6 +23,7 @@ from pentameter.generation import few_rows
 from pentameter.generation.loop import Generation, sampled_tokens
 from pentameter.generation.sampling import Sampling
 from pentameter.machine.capabilities import machine_capabilities
+from pentameter.model.experts import Experts
 from pentameter.model.matmul import PLAIN
 from pentameter.serve.batching import Batcher
 from pentameter.serve.continuation import Continuation, Piece, TextRequest
@@ -143,6 +144,9 @@ SHARED: dict[str, Slots | None] = {
     "latent attention": make_slots(
         positions="rotary", attention="latent", kv_rank=12, q_rank=10, v_head_size=6
     ),
+    "experts": make_slots(d_model=128, n_experts=2, d_expert=32),
+    "experts in fp64": make_slots(dtype=torch.float64, n_experts=4, d_expert=128, d_model=64),
+    "experts in bf16": make_slots(dtype=torch.bfloat16, n_experts=4, d_expert=24),
     "experts with a capacity": make_slots(n_experts=4, d_expert=24, expert_capacity=0.4),
 }
 
@@ -200,6 +204,25 @@ def test_steps_in_one_call_write_what_sample_writes(
     while not batcher.is_idle:
         batcher.step()
     assert text.tokens == [int(each[0]) for each in steps]
+
+
+def test_texts_are_written_alone_where_an_expert_rounds_by_its_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed = Experts.expert_outputs
+
+    def rounding(self: Experts, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        counts = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
+        factors = torch.repeat_interleave(1 + counts * 2.0**-20, counts)
+        return computed(self, rows, ends) * factors[:, None]
+
+    monkeypatch.setattr(Experts, "expert_outputs", rounding)
+    slots = make_slots(n_experts=4, d_expert=24)
+    assert slots.shapes.batch_sizes == (1,)
+    chance = random.Random(0)
+    asked = [drawn_request(chance) for _ in range(6)]
+    for request, answer in zip(asked, among_others(slots, asked, chance), strict=True):
+        assert answer in (None, alone(slots, request))
 
 
 def test_more_texts_than_slots_wait_their_turn() -> None:

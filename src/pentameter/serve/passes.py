@@ -36,6 +36,7 @@ from pentameter.machine.on_host import on_host
 from pentameter.model.attention.attention import attend_by
 from pentameter.model.attention.cache import choice_numbers
 from pentameter.model.attention.dot_product import ALL_KEYS, DotProductAttention, Weighting
+from pentameter.model.experts import Experts
 from pentameter.model.gpt import GPT
 from pentameter.model.positions import Positions, rotations
 
@@ -353,7 +354,8 @@ class Slots:
         self._steps = Captured(self._device, is_on=False)
         _make_up([*self._memory.keys, *self._memory.values])
         seeds, moves = range(_CHECKED_SEEDS), (0, 1, everyone // 2)
-        if everyone == 1 or not self._agree([everyone], self._n_keys, seeds, moves):
+        is_alike = everyone > 1 and _experts_agree(self._model, everyone)
+        if not is_alike or not self._agree([everyone], self._n_keys, seeds, moves):
             self.shapes, self._like_rows = Shapes((1,), whole.key_sizes), 1
         else:
             smaller = [2**n for n in range(10) if 2**n < everyone]
@@ -398,6 +400,28 @@ class Slots:
         for each, was in zip(self._memory.all, before, strict=True):
             each[slots, :, numbers] = was
         return logits
+
+
+def _experts_agree(model: GPT, n_rows: int) -> bool:
+    """Return True if the model's experts give each of `n_rows` rows the same bits however many rows
+    an expert gets, which other texts decide; also if it has no experts. Tried are made-up rows in
+    the first layer with experts: the first of them by one expert, the others by another."""
+    experts = next((each for each in model.modules() if isinstance(each, Experts)), None)
+    if experts is None:
+        return True
+    weight = experts.router.weight
+    drawn = bits(make_key("serve", "experts"), torch.arange(n_rows * weight.shape[1]).int())
+    rows = (drawn.view(n_rows, -1) * 2.0**-31).to(weight)
+
+    def outputs(n_first: int) -> Tensor:
+        ends = torch.full((len(weight),), n_first)
+        ends[-1] = n_rows
+        return experts.expert_outputs(rows, ends)
+
+    of_first, of_last = outputs(n_rows), outputs(0)
+    return all(
+        torch.equal(outputs(n), torch.cat((of_first[:n], of_last[n:]))) for n in range(1, n_rows)
+    )
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
