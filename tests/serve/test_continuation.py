@@ -43,7 +43,9 @@ def test_tokens_joined_are_the_text(tokenizer: LibraryTokenizer, data: st.DataOb
     often = tokenizer.encode("  a👋é. ab").tolist()
     one = st.one_of(st.sampled_from(often), st.integers(0, tokenizer.vocab_size - 1))
     ids = data.draw(st.lists(one, min_size=1, max_size=10))
-    pieces = written(tokenizer, ids)
+    end = next(number for number in range(tokenizer.vocab_size) if number not in ids)
+    is_ended = data.draw(st.booleans())  # by a token, perhaps within a character
+    pieces = written(tokenizer, [*ids, end] if is_ended else ids, ends=frozenset([end]))
     text = "".join(piece.text for piece in pieces)
     assert text == tokenizer.decode(ids)
     chances = [chance for piece in pieces for chance in piece.chances]

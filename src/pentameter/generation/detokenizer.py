@@ -49,6 +49,8 @@ class Detokenizer:
         self._stops = StopSearch(ends.texts)
         self.is_ended = False
         """True once one of `ends` has come; from then on, `push` returns no text."""
+        self.is_settled = True
+        """False while text of the last tokens is held back because the next may change it."""
         self._n_shown = 0  # characters of the text of `_ids` that were given out
         self._settle([int(token) for token in prompt])
 
@@ -67,7 +69,7 @@ class Detokenizer:
     @property
     def _undecided(self) -> str:
         """The whole characters that the next ids may still change."""
-        if self._is_settled:
+        if self.is_settled:
             return ""
         ends = range(len(self._ids), len(self._ids) - _MOST_PARTS, -1)
         texts = (self._decode(self._ids[: max(0, end)])[self._n_shown :] for end in ends)
@@ -90,7 +92,7 @@ class Detokenizer:
     def _decoded(self, token: int) -> str:
         """Add `token` and return the text that no later id can change, perhaps empty."""
         self._ids.append(token)
-        self._is_settled = False
+        self.is_settled = False
         if token in self._byte_ids:
             return ""
         text = self._decode(self._ids)
@@ -118,7 +120,7 @@ class Detokenizer:
         possible = (ids[-n:] for n in range(1, min(_MOST_BEFORE, len(ids)) + 1))
         self._ids = next(filter(self._is_whole, possible), ids)
         self._n_shown = len(self._decode(self._ids))
-        self._is_settled = True
+        self.is_settled = True
 
     def _is_whole(self, ids: list[int]) -> bool:
         text = "" if ids[0] in self._byte_ids else self._decode(ids)

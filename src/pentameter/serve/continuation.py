@@ -152,6 +152,9 @@ class Continuation:
             self._n_reached = max(n_reached, len(self._text) + len(detokenizer.held))
             chance.span = (n_reached, self._n_reached)
             self._chances.append(chance)
+        elif token in asked.ends and self._chances:
+            start, end = self._chances[-1].span
+            self._chances[-1].span = (start, max(end, len(self._text)))  # with an incomplete end
         return opening.joined(self._new(text))
 
     def finish(self) -> Piece:
@@ -169,10 +172,10 @@ class Continuation:
     def _new(self, text: str) -> Piece:
         """Return, as a Piece, the text that is newly shown, and the tokens that were not returned
         before. Each token whose text contains a character that is held back is kept back, too, as
-        it would reveal it."""
-        end = len(self._text)
-        ready = [
-            each.shown(self._text, self._n_before) for each in self._chances if each.span[1] <= end
-        ]
+        it would reveal it, and the last one while it ends within a character."""
+        end, known = len(self._text), self._chances
+        if not self.finish_reason and not self._detokenizer.is_settled:
+            known = known[:-1]
+        ready = [each.shown(self._text, self._n_before) for each in known if each.span[1] <= end]
         self._chances = self._chances[len(ready) :]
         return Piece(text, ready, len(self.tokens), self.finish_reason)
