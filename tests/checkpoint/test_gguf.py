@@ -193,6 +193,11 @@ def test_a_scores_size_of_the_heads_channels_changes_nothing(tmp_path):
     export_gguf(random_model(tmp_path, **{**GEMMA3, "attention": attention}), tmp_path / "a.gguf")
 
 
+def test_a_head_size_of_the_whole_width_is_as_none(tmp_path):
+    attention = {**MODELS["qwen2"]["attention"], "head_size": 16}
+    export_gguf(random_model(tmp_path, **{**LLAMA, "attention": attention}), tmp_path / "a.gguf")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_of_each_dtype(tmp_path, dtype):
     stored = random_model(
@@ -285,6 +290,13 @@ def test_what_f16_cannot_hold_is_refused_and_leaves_nothing(tmp_path):
             "truncate=false; --to hf",
         ),
         ({**LLAMA, "embedding_scale": True}, "embedding_scale"),
+        *(
+            (
+                {**MODELS[name], "attention": {**MODELS[name]["attention"], "head_size": 32}},
+                r"head_size=32 \(only 'none'\)",
+            )
+            for name in ("qwen2", "olmo2", "qwen2_moe")  # files that llama.cpp does not open
+        ),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, model, message):

@@ -145,6 +145,8 @@ def _not_computed(found: Architecture, model: ModelConfig) -> Iterator[str]:
             continue  # such a window leaves out nothing
         if key == "attention.score_size" and value == model.head_channels:
             continue  # by which scores are divided anyway
+        if key == "attention.head_size" and value == model.d_model / model.attention.n_heads:
+            continue  # as it is when absent
         by_depth = {each for values in found.by_layers.values() for each in values} - {"n_layers"}
         depth = f" with {model.n_layers} layers" if key in by_depth else ""
         wanted = f" (only {others})" if others else ""
