@@ -206,19 +206,22 @@ def test_steps_in_one_call_write_what_sample_writes(
     assert text.tokens == [int(each[0]) for each in steps]
 
 
-def test_texts_are_written_alone_where_an_expert_rounds_by_its_number_of_rows(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("by", ["rows", "busy experts"])
+def test_an_expert_may_round_by_what_other_texts_choose(
+    monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     computed = Experts.expert_outputs
 
     def rounding(self: Experts, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         counts = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
-        factors = torch.repeat_interleave(1 + counts * 2.0**-20, counts)
+        n = counts if by == "rows" else (counts > 0).sum().expand_as(counts)
+        factors = torch.repeat_interleave(1 + n * 2.0**-20, counts)
         return computed(self, rows, ends) * factors[:, None]
 
     monkeypatch.setattr(Experts, "expert_outputs", rounding)
     slots = make_slots(n_experts=4, d_expert=24)
-    assert slots.shapes.batch_sizes == (1,)
+    # Padded, all have as many rows; nothing helps against the other.
+    assert (slots.shapes.batch_sizes == (1,)) == (by == "busy experts")
     chance = random.Random(0)
     asked = [drawn_request(chance) for _ in range(6)]
     for request, answer in zip(asked, among_others(slots, asked, chance), strict=True):

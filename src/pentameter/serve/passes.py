@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,9 @@ from pentameter.machine.on_host import on_host
 from pentameter.model.attention.attention import attend_by
 from pentameter.model.attention.cache import choice_numbers
 from pentameter.model.attention.dot_product import ALL_KEYS, DotProductAttention, Weighting
-from pentameter.model.experts import Experts
+from pentameter.model.experts import Compute, Exchange, Experts
 from pentameter.model.gpt import GPT
+from pentameter.model.grouped_matmul import ROWS_PER_BLOCK
 from pentameter.model.positions import Positions, rotations
 
 PIECE_TOKENS = 64
@@ -402,13 +404,50 @@ class Slots:
         return logits
 
 
+class _PaddedRows(Exchange):
+    """An Exchange on a CPU that pads each expert's rows with zeros to a multiple of `n_rows`."""
+
+    def __init__(self, n_rows: int) -> None:
+        self._n_rows = n_rows
+
+    def outputs(self, compute: Compute, dispatched: Any) -> Tensor:
+        """Return all experts' outputs (R, D) for the rows that were `dispatched`; 0 for rows behind
+        the last expert's, which found no room."""
+        rows, ends = dispatched
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        padded = -(-counts // self._n_rows) * self._n_rows
+        shifts = (padded.cumsum(0) - padded) - (ends - counts)  # of each expert's first row
+        n_taken = int(ends[-1])
+        places = torch.arange(n_taken) + shifts.repeat_interleave(counts)
+        spread = rows.new_zeros(int(padded.sum()), rows.shape[1])
+        spread[places] = rows[:n_taken]
+        found = torch.zeros_like(rows)
+        found[:n_taken] = compute(spread, padded.cumsum(0))[places]
+        return found
+
+
 def _experts_agree(model: GPT, n_rows: int) -> bool:
-    """Return True if the model's experts give each of `n_rows` rows the same bits however many rows
-    an expert gets, which other texts decide; also if it has no experts. Tried are made-up rows in
-    the first layer with experts: the first of them by one expert, the others by another."""
-    experts = next((each for each in model.modules() if isinstance(each, Experts)), None)
-    if experts is None:
+    """Return True if the model's experts give each of up to `n_rows` rows the same bits however
+    many an expert gets, or if it has none. On a CPU they pad their rows from now on, where that
+    alone makes it so."""
+    experts = [each for each in model.modules() if isinstance(each, Experts)]
+    if not experts or _layer_agrees(experts[0], n_rows):
         return True
+    weight = experts[0].up.weight
+    if weight.device.type != "cpu":
+        return False
+    unit = ROWS_PER_BLOCK if weight.itemsize == 2 else 1  # to which those are padded anyway
+    plain, padding = experts[0].exchange, _PaddedRows(_rounded_up(n_rows, unit))
+    experts[0].exchange = padding
+    agrees = _layer_agrees(experts[0], n_rows)
+    for each in experts:
+        each.exchange = padding if agrees else plain
+    return agrees
+
+
+def _layer_agrees(experts: Experts, n_rows: int) -> bool:
+    """Return True if a layer of experts gives each of n_rows made-up rows the same bits, whether
+    its expert gets all of them or only the first or the last, and another expert the others."""
     weight = experts.router.weight
     drawn = bits(make_key("serve", "experts"), torch.arange(n_rows * weight.shape[1]).int())
     rows = (drawn.view(n_rows, -1) * 2.0**-31).to(weight)
@@ -416,7 +455,7 @@ def _experts_agree(model: GPT, n_rows: int) -> bool:
     def outputs(n_first: int) -> Tensor:
         ends = torch.full((len(weight),), n_first)
         ends[-1] = n_rows
-        return experts.expert_outputs(rows, ends)
+        return experts.exchange.outputs(experts.expert_outputs, (rows, ends))
 
     of_first, of_last = outputs(n_rows), outputs(0)
     return all(
