@@ -5,6 +5,7 @@ Each row is held to the table in docs/architecture.md and to the files of ours t
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import inspect
 import re
@@ -63,6 +64,17 @@ def leaves_out_an_update() -> bool:
     del optimizer.found_inf
     optimizer.step()
     return is_left_out and not bool((weight == 1).any())
+
+
+def is_in_the_c_interface() -> bool:
+    """The functions of PyTorch's library for compiled models, where there is one as on Linux."""
+    names = (
+        *("aoti_torch_cpu_mm_out", "aoti_torch_cpu_bmm_out", "aoti_torch_create_tensor_from_blob"),
+        *("aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float32", "aoti_torch_device_type_cpu"),
+        "aoti_torch_delete_tensor_object",
+    )
+    path = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    return not path.exists() or all(hasattr(ctypes.CDLL(str(path)), name) for name in names)
 
 
 def is_on_the_stack() -> bool:
@@ -173,6 +185,9 @@ TABLE |= {
         "fused_cpu/captured.py",
         r"_profiler_enabled",
         has("torch.autograd", "_profiler_enabled"),
+    ),
+    "aoti_torch_cpu_mm_out": Interface(
+        "fused_cpu/matmul_parts.py", r"aoti_torch_", is_in_the_c_interface
     ),
     "torch._foreach_zero_": Interface(
         "parallel/gradients.py", r"torch\._foreach_", has("torch", "_foreach_zero_")

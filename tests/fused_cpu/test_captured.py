@@ -9,8 +9,9 @@ import torch
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu import captured, functions, native
+from pentameter.fused_cpu import captured, functions, matmul_parts, native
 from pentameter.fused_cpu.captured import CapturedPasses
+from pentameter.fused_cpu.matmul_parts import MatmulInParts
 from pentameter.model import compiled
 from pentameter.model.compiled import plainly
 from pentameter.parallel.assemble import assemble
@@ -98,6 +99,16 @@ def test_replays_have_the_bits_of_what_they_replay(
     assert are_equal(trained(engines[0], range(4)), expected)
     if variant != "experts":  # which ask for their numbers of rows where no kernel multiplies
         assert len(graphs) == 1
+
+
+def test_threads_multiply_parts(loaded, graphs, monkeypatch):
+    monkeypatch.setattr(matmul_parts, "_is_equal", lambda *_: True)  # whatever the processor
+    engine = engine_of()
+    trained(engine, range(1))
+    (graph,) = graphs
+    runs = [run for run, _, _ in graph._operations]
+    assert any(isinstance(run, MatmulInParts) for run in runs)
+    assert not any(run in (torch.mm, torch.bmm) for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pentameter.fused_cpu.matmul_parts import in_parts
 from pentameter.fused_cpu.native import telling
 from pentameter.model.compiled import CaptureError, capturing
 from pentameter.tree import Tree, leaves, map_leaves
@@ -90,7 +91,9 @@ class _Graph:
         capture = _Capture()
         with capturing(), telling(capture.note_call), capture:
             self.result = function(*self._arguments)
-        self._operations, self._outside = capture.operations, capture.outside
+        # After the capture: what lasts, made in its midst, would keep the heap from shrinking.
+        self._operations = [_in_parts(operation) for operation in capture.operations]
+        self._outside = capture.outside
         self._memory, self._gradients = capture.memory, [each.grad for each in parameters]
         self._regions = [None if x is None else self._memory.region(x) for x in self._gradients]
         self._chunks_of_gradients = {each.of for each in self._regions if each is not None}
@@ -198,6 +201,14 @@ class _Capture(TorchDispatchMode):
 _MATMULS = {torch.ops.aten.mm.default: torch.mm, torch.ops.aten.bmm.default: torch.bmm}
 """Maps an operation to the function that writes its result to `out`: for nearly all that a step
 calls of PyTorch's. The results of the others, which are small, are copied."""
+
+
+def _in_parts(operation: Operation) -> Operation:
+    """Return a matmul as one in parts, where that can be, and another operation as it is."""
+    run, given, named = operation
+    if run not in _MATMULS.values() or (parts := in_parts(named["out"], *given)) is None:
+        return operation
+    return parts, (), {}
 
 
 def _run_into(to: Tree, operation: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ Name = Literal["vector", "AMX", "rows"]
 FILES: dict[Name, tuple[str, ...]] = {
     "vector": (
         *("add_norm", "activation", "between_matmuls", "expert_rows", "grouped_matmul", "linear"),
-        *("loss", "router"),
+        *("loss", "matmul_parts", "router"),
     ),
     "AMX": ("attention", "feed_forward", "grouped_tiles", "weight_gradient"),
     "rows": ("few_rows", "token_pass"),
