@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_sides import random_batches
 from pentameter.config.files.load import load_config
 from pentameter.fused_cpu import native
-from pentameter.fused_cpu.captured import CapturedPasses
+from pentameter.fused_cpu.captured.passes import CapturedPasses
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.compiled import Kernel, plainly
 from pentameter.optim.build import build_optimizer

@@ -167,27 +167,27 @@ TABLE |= {
         has("torch._functorch.config", "force_non_lazy_backward_lowering", "patch"),
     ),
     "torch.utils._python_dispatch": Interface(
-        "fused_cpu/captured.py parallel/memory/recomputation.py",
+        "fused_cpu/captured/passes.py parallel/memory/recomputation.py",
         r"torch\.utils\._python_dispatch",
         has("torch.utils._python_dispatch", "TorchDispatchMode"),
     ),
     "_should_skip_dynamo": Interface(
-        "fused_cpu/captured.py",
+        "fused_cpu/captured/passes.py",
         r"_should_skip_dynamo",
         has("torch.utils._python_dispatch", "TorchDispatchMode._should_skip_dynamo"),
     ),
     "_schema.is_mutable": Interface(
-        "fused_cpu/captured.py",
+        "fused_cpu/captured/passes.py",
         r"\._schema\.",
         has("torch", "ops.aten.add_.Tensor._schema.is_mutable"),
     ),
     "torch.autograd._profiler_enabled": Interface(
-        "fused_cpu/captured.py",
+        "fused_cpu/captured/passes.py",
         r"_profiler_enabled",
         has("torch.autograd", "_profiler_enabled"),
     ),
     "aoti_torch_cpu_mm_out": Interface(
-        "fused_cpu/matmul_parts.py", r"aoti_torch_", is_in_the_c_interface
+        "fused_cpu/captured/matmul_parts.py", r"aoti_torch_", is_in_the_c_interface
     ),
     "torch._foreach_zero_": Interface(
         "parallel/gradients.py", r"torch\._foreach_", has("torch", "_foreach_zero_")

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ Name = Literal["vector", "AMX", "rows"]
 
 FILES: dict[Name, tuple[str, ...]] = {
     "vector": (
-        *("add_norm", "activation", "between_matmuls", "expert_rows", "grouped_matmul", "linear"),
-        *("loss", "matmul_parts", "router"),
+        *("add_norm", "activation", "between_matmuls", "calls", "expert_rows", "grouped_matmul"),
+        *("linear", "loss", "matmul_parts", "router"),
     ),
     "AMX": ("attention", "feed_forward", "grouped_tiles", "weight_gradient"),
     "rows": ("few_rows", "token_pass"),
@@ -72,7 +72,21 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx
 _AVX512_BF16 = "-mavx512bf16"  # GCC has it from 10 on
 
 _loaded: dict[Name, ctypes.CDLL] = {}
-_told: ContextVar[Callable[..., None] | None] = ContextVar("_told", default=None)
+
+
+class NativeCall(NamedTuple):
+    """A call of a C++ function, which can be made again: its address, and its arguments, which are
+    addresses and int64 numbers. `held` keeps alive what lies there, but for tensors. If it
+    `is_checked`, the function returns 0 unless it fails."""
+
+    function: int
+    arguments: Sequence[int]
+    held: object
+    is_checked: bool = False
+
+
+_Tell = Callable[[NativeCall, Sequence[Any]], None]
+_told: ContextVar[_Tell | None] = ContextVar("_told", default=None)
 
 
 def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> str | None:
@@ -268,14 +282,16 @@ def call(library: Name, kernel: str, *arguments: Any) -> int:
     passed = tuple(map(_passed, arguments))
     result: int = function(*passed)
     if (tell := _told.get()) is not None:
-        tell(function, passed, arguments)
+        words = tuple(map(_word, arguments, passed))
+        held = passed, [each for each in arguments if isinstance(each, Struct)]
+        tell(NativeCall(address_of(function), words, held), arguments)
     return result
 
 
 @contextmanager
-def telling(tell: Callable[..., None]) -> Iterator[None]:
-    """Context manager: within it, `tell` is told each `call`: the C++ function, what was passed to
-    it, which may be passed to it again, and the call's `arguments`."""
+def telling(tell: _Tell) -> Iterator[None]:
+    """Context manager: within it, `tell` is told each `call`, with its arguments as they were
+    given."""
     token = _told.set(tell)
     try:
         yield
@@ -297,6 +313,13 @@ def function(library: Name, kernel: str, *, n_pointers: int, n_numbers: int) -> 
     return cast(Callable[..., Any], found)
 
 
+def address_of(function: Any) -> int:
+    """Return the address of a function that ctypes has found."""
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
 def _passed(argument: Any) -> Any:
     match argument:
         case Struct():
@@ -307,6 +330,17 @@ def _passed(argument: Any) -> Any:
             return (ctypes.c_void_p * len(argument))(*map(_address, argument))
         case _:
             return _address(argument)
+
+
+def _word(argument: Any, passed: Any) -> int:
+    """Return an argument that is passed as `passed` as a number: its address, or itself."""
+    match argument:
+        case Struct():
+            return ctypes.addressof(argument)
+        case tuple():
+            return ctypes.addressof(passed)
+        case _:
+            return passed.value or 0
 
 
 def _address(x: Tensor | None) -> ctypes.c_void_p:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches.step import Batch, evaluation_rows, refuse_unknown_ids
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu.captured import CapturedPasses
+from pentameter.fused_cpu.captured.passes import CapturedPasses
 from pentameter.fused_cpu.vector.linear import folding_once, unfolding_later
 from pentameter.machine.on_host import on_host
 from pentameter.model.loss import AuxiliaryLoss

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pentameter.fused_cpu.matmul_parts import in_parts
-from pentameter.fused_cpu.native import telling
+from pentameter.fused_cpu.captured.matmul_parts import in_parts
+from pentameter.fused_cpu.captured.native_calls import NativeCalls
+from pentameter.fused_cpu.native import NativeCall, telling
 from pentameter.model.compiled import CaptureError, capturing
 from pentameter.tree import Tree, leaves, map_leaves
 
@@ -92,7 +93,7 @@ class _Graph:
         with capturing(), telling(capture.note_call), capture:
             self.result = function(*self._arguments)
         # After the capture: what lasts, made in its midst, would keep the heap from shrinking.
-        self._operations = [_in_parts(operation) for operation in capture.operations]
+        self._operations = _together(map(_in_parts, capture.operations))
         self._outside = capture.outside
         self._memory, self._gradients = capture.memory, [each.grad for each in parameters]
         self._regions = [None if x is None else self._memory.region(x) for x in self._gradients]
@@ -134,7 +135,7 @@ class _Capture(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
+        self.operations: list[Operation | NativeCall] = []
         self.outside: list[Tensor] = []
         """Tensors that operations read and that lie elsewhere, such as weights: they must stay."""
         self.memory = _Memory()
@@ -143,11 +144,9 @@ class _Capture(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # or PyTorch imports its compiler to keep this class out of compiled code
 
-    def note_call(
-        self, kernel: Callable[..., object], passed: Sequence[Any], arguments: Sequence[Any]
-    ) -> None:
-        """Note the call of a C++ kernel: its `arguments`, and what was passed of them."""
-        self.operations.append((kernel, passed, {}))
+    def note_call(self, call: NativeCall, arguments: Sequence[Any]) -> None:
+        """Note the call of a C++ kernel, with its `arguments` as they were given."""
+        self.operations.append(call)
         self._keep_outside(arguments)
 
     def __torch_dispatch__(
@@ -203,12 +202,26 @@ _MATMULS = {torch.ops.aten.mm.default: torch.mm, torch.ops.aten.bmm.default: tor
 calls of PyTorch's. The results of the others, which are small, are copied."""
 
 
-def _in_parts(operation: Operation) -> Operation:
+def _in_parts(operation: Operation | NativeCall) -> Operation | NativeCall:
     """Return a matmul as one in parts, where that can be, and another operation as it is."""
-    run, given, named = operation
-    if run not in _MATMULS.values() or (parts := in_parts(named["out"], *given)) is None:
+    if isinstance(operation, NativeCall) or operation[0] not in _MATMULS.values():
         return operation
-    return parts, (), {}
+    return in_parts(operation[2]["out"], *operation[1]) or operation
+
+
+def _together(operations: Iterable[Operation | NativeCall]) -> list[Operation]:
+    """Return the operations with C++ calls that follow one another as one of them."""
+    found: list[Operation] = []
+    calls: list[NativeCall] = []
+    for each in operations:
+        if isinstance(each, NativeCall):
+            calls.append(each)
+            continue
+        if calls:
+            found.append((NativeCalls(calls), (), {}))
+            calls = []
+        found.append(each)
+    return [*found, (NativeCalls(calls), (), {})] if calls else found
 
 
 def _run_into(to: Tree, operation: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:

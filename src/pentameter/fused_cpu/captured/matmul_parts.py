@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -20,10 +20,16 @@ import torch
 from torch import Tensor
 
 from pentameter.fused_cpu import native
+from pentameter.fused_cpu.captured.native_calls import NativeCalls
+from pentameter.fused_cpu.native import NativeCall, address_of
 
 BLOCK = 32
 """Divisor of the row or column at which a part begins: PyTorch's kernels compute so many at
 once."""
+
+LEAST_PRODUCTS = 2**18
+"""Number of products of two numbers below which a part is not worth a thread: a few microseconds
+of a core, which waking the thread takes, too."""
 
 _N_VALUES = 65_537
 """Number of values of which the matrices consist on which both ways are compared: a prime, so that
@@ -59,42 +65,40 @@ class _Matmul(NamedTuple):
         return [type(self)(out, self.left, right) for out, right in zip(outs, rights, strict=True)]
 
 
-class MatmulInParts:
-    """A function that writes the product of two matrices, or of those in two batches, to a tensor
-    in memory. It knows where the tensors lie, and does not hold them.
+class _Handles:
+    """Handles of PyTorch's C interface for the memory of tensors, which they do not hold."""
 
-    parts: the tensors of each part.
-    """
-
-    def __init__(self, parts: Sequence[_Matmul]) -> None:
-        pytorch = _c_interface()
-        is_batch = parts[0].out.dim() == 3
-        matmul = pytorch.aoti_torch_cpu_bmm_out if is_batch else pytorch.aoti_torch_cpu_mm_out
-        handles = [_handle(x) for part in parts for x in part]
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        handles = list(map(_handle, tensors))
         weakref.finalize(self, _delete, handles).atexit = False
-        self._compute = native.function("vector", "matmul_parts", n_pointers=2, n_numbers=1)
-        self._matmul = ctypes.cast(matmul, ctypes.c_void_p)
-        self._handles = (ctypes.c_void_p * len(handles))(*handles)
-        self._n_parts = len(parts)
-
-    def __call__(self) -> None:
-        """Write the product."""
-        if self._compute(self._matmul, self._handles, self._n_parts) != 0:
-            raise RuntimeError("PyTorch cannot compute a part of a matmul that it computed whole")
+        self.array = (ctypes.c_void_p * len(handles))(*handles)
 
 
-def in_parts(out: Tensor, left: Tensor, right: Tensor) -> MatmulInParts | None:
-    """Return a function that writes left · right to `out`, with one part for each thread. Shapes
-    are those of `torch.mm` or `torch.bmm`. None if PyTorch is to compute it whole: in other dtypes
-    than the vector library's, without that or PyTorch's C interface, or where bits would differ."""
+def in_parts(out: Tensor, left: Tensor, right: Tensor) -> NativeCall | None:
+    """Return a call that writes left · right to `out`, with at most a part for each thread. Shapes
+    are those of `torch.mm` or `torch.bmm`. The call knows where the tensors lie, and does not hold
+    them. None if PyTorch is to compute it whole: in other dtypes than the vector library's, without
+    that or PyTorch's C interface, or where bits would differ."""
     if not native.serves("vector", torch.float32, out.dtype) or not _has_c_interface():
         return None
     whole = _Matmul(out, left, right)
-    parts = whole.parts(torch.get_num_threads())
+    n_products = out.numel() * left.shape[-1]
+    parts = whole.parts(max(1, min(torch.get_num_threads(), n_products // LEAST_PRODUCTS)))
     kinds = tuple((x.shape, x.stride()) for x in whole)
     if len(parts) > 1 and not _is_equal(kinds, out.dtype, len(parts)):
         return None
-    return MatmulInParts(parts)
+    return _call(parts)
+
+
+def _call(parts: Sequence[_Matmul]) -> NativeCall:
+    """Return the call that computes all parts."""
+    pytorch = _c_interface()
+    is_batch = parts[0].out.dim() == 3
+    matmul = pytorch.aoti_torch_cpu_bmm_out if is_batch else pytorch.aoti_torch_cpu_mm_out
+    function = native.function("vector", "matmul_parts", n_pointers=2, n_numbers=1)
+    handles = _Handles(x for part in parts for x in part)
+    arguments = address_of(matmul), ctypes.addressof(handles.array), len(parts)
+    return NativeCall(address_of(function), arguments, handles, is_checked=True)
 
 
 @functools.cache
@@ -108,7 +112,7 @@ def _is_equal(
     for x in (made.left, made.right):
         x.copy_(values.repeat(-(-x.numel() // _N_VALUES))[: x.numel()].view(x.shape))
     expected = torch.matmul(made.left, made.right)
-    MatmulInParts(made.parts(n_parts))()
+    NativeCalls([_call(made.parts(n_parts))])()
     return torch.equal(made.out, expected)
 
 

@@ -9,9 +9,10 @@ import torch
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu import captured, functions, matmul_parts, native
-from pentameter.fused_cpu.captured import CapturedPasses
-from pentameter.fused_cpu.matmul_parts import MatmulInParts
+from pentameter.fused_cpu import functions, native
+from pentameter.fused_cpu.captured import matmul_parts, passes
+from pentameter.fused_cpu.captured.native_calls import NativeCalls
+from pentameter.fused_cpu.captured.passes import CapturedPasses
 from pentameter.model import compiled
 from pentameter.model.compiled import plainly
 from pentameter.parallel.assemble import assemble
@@ -78,12 +79,12 @@ def graphs(monkeypatch):
     """The graphs that are captured, as a list that grows."""
     made = []
 
-    class Graph(captured._Graph):
+    class Graph(passes._Graph):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(captured, "_Graph", Graph)
+    monkeypatch.setattr(passes, "_Graph", Graph)
     return made
 
 
@@ -107,7 +108,7 @@ def test_threads_multiply_parts(loaded, graphs, monkeypatch):
     trained(engine, range(1))
     (graph,) = graphs
     runs = [run for run, _, _ in graph._operations]
-    assert any(isinstance(run, MatmulInParts) for run in runs)
+    assert any(isinstance(run, NativeCalls) for run in runs)
     assert not any(run in (torch.mm, torch.bmm) for run in runs)
 
 
@@ -224,7 +225,7 @@ def test_a_profiler_sees_what_is_replayed_otherwise(loaded):
 
 
 def test_a_capture_takes_as_much_memory_as_live_tensors():
-    memory = captured._Memory()
+    memory = passes._Memory()
     first = memory.take_like(torch.empty(100))
     second = memory.take_like(torch.empty(3, 5, dtype=torch.bfloat16).t())
     assert (second.shape, second.stride(), second.dtype) == ((5, 3), (1, 5), torch.bfloat16)
@@ -241,12 +242,12 @@ def test_a_capture_takes_as_much_memory_as_live_tensors():
     assert memory.alias(torch.empty(3)) is None
     del second, third
     gc.collect()
-    assert [n_bytes for _, n_bytes in memory._free] == [captured.CHUNK]
+    assert [n_bytes for _, n_bytes in memory._free] == [passes.CHUNK]
 
 
 def test_memory_grows_by_what_there_is(monkeypatch):
-    monkeypatch.setattr(captured, "CHUNK", 128)
-    memory = captured._Memory()
+    monkeypatch.setattr(passes, "CHUNK", 128)
+    memory = passes._Memory()
     held = [memory.take_like(torch.empty(n, dtype=torch.uint8)) for n in (64, 100, 128, 500)]
     for number, x in enumerate(held):
         x.fill_(number)
@@ -259,7 +260,7 @@ def test_calls_of_kernels_are_told(loaded):
     with native.telling(lambda *call: told.append(call)), plainly():
         native.call("vector", "transpose", torch.empty(4, 4), torch.ones(4, 4), 4, 4, 4)
     native.call("vector", "transpose", torch.empty(4, 4), torch.ones(4, 4), 4, 4, 4)
-    ((kernel, passed, arguments),) = told
+    ((again, arguments),) = told
     out = arguments[0].fill_(7)
-    kernel(*passed)
+    NativeCalls([again])()
     assert torch.equal(out, torch.ones(4, 4))

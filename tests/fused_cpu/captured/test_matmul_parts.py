@@ -5,8 +5,10 @@ import weakref
 import pytest
 import torch
 
-from pentameter.fused_cpu import matmul_parts, native
-from pentameter.fused_cpu.matmul_parts import in_parts
+from pentameter.fused_cpu import native
+from pentameter.fused_cpu.captured import matmul_parts
+from pentameter.fused_cpu.captured.matmul_parts import in_parts
+from pentameter.fused_cpu.captured.native_calls import NativeCalls
 
 ROWS, PADDED = 96, 112
 SHAPES = {  # m, k, n and the number of matrices
@@ -48,14 +50,15 @@ def factors(shape, dtype=torch.bfloat16, turned=(False, False)):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_are_those_of_the_product(loaded, monkeypatch, shape, turned, dtype, threads):
+    monkeypatch.setattr(matmul_parts, "LEAST_PRODUCTS", 1)
     left, right = factors(shape, dtype, turned)
     expected = torch.matmul(left, right)
     out = torch.full_like(expected, torch.nan)
-    if (compute := in_parts(out, left, right)) is not None:
-        compute()
+    if (call := in_parts(out, left, right)) is not None:
+        NativeCalls([call])()
         assert torch.equal(out, expected)
     monkeypatch.setattr(matmul_parts, "_is_equal", lambda *_: True)
-    in_parts(out.fill_(torch.nan), left, right)()
+    NativeCalls([in_parts(out.fill_(torch.nan), left, right)])()
     torch.testing.assert_close(out, expected)
 
 
@@ -79,6 +82,7 @@ def test_each_thread_has_a_part_of_what_is_longer():
 
 @pytest.mark.parametrize("threads", [2], indirect=True)
 def test_there_are_no_parts_where_bits_would_differ(loaded, monkeypatch, threads):
+    monkeypatch.setattr(matmul_parts, "LEAST_PRODUCTS", 1)
     left, right = factors("rows")
     rows_of = matmul_parts._Matmul.parts
 
@@ -90,6 +94,17 @@ def test_there_are_no_parts_where_bits_would_differ(loaded, monkeypatch, threads
     matmul_parts._is_equal.cache_clear()
     assert in_parts(left @ right, left, right) is None
     matmul_parts._is_equal.cache_clear()
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_small_matmuls_are_one_threads(loaded, monkeypatch, threads):
+    monkeypatch.setattr(matmul_parts, "_is_equal", lambda *_: True)  # whatever the processor
+    left, right = factors("rows")
+    out, found = left @ right, []
+    for least in (out.numel() * 64 // 2, out.numel() * 64 // 2 + 1):
+        monkeypatch.setattr(matmul_parts, "LEAST_PRODUCTS", least)
+        found.append(in_parts(out, left, right).arguments[2])
+    assert found == [2, 1]
 
 
 def test_without_a_library_or_in_another_dtype_pytorch_computes_it(loaded, monkeypatch):
@@ -110,7 +125,7 @@ def test_tensors_are_not_held(loaded):
     left, right = factors("batch")
     out = left @ right
     held = [weakref.ref(x) for x in (out, left, right)]
-    compute = in_parts(out, left, right)
+    call = in_parts(out, left, right)
     del out, left, right
-    assert compute is not None
+    assert call is not None
     assert [each() for each in held] == [None] * 3

@@ -1,0 +1,1 @@
+"""A step's passes that are captured once and replayed."""
