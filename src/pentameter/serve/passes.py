@@ -473,20 +473,25 @@ def _experts_agree(model: GPT, n_rows: int) -> bool:
 
 def _layer_agrees(experts: Experts, n_rows: int) -> bool:
     """Return True if a layer of experts gives each of n_rows made-up rows the same bits, whether
-    its expert gets all of them or only the first or the last, and another expert the others."""
+    its expert gets all of them or only the first or the last, and another expert the others. In 16
+    bits it is tried until _CHECKED_VALUES are compared."""
     weight = experts.router.weight
-    drawn = bits(make_key("serve", "experts"), torch.arange(n_rows * weight.shape[1]).int())
-    rows = (drawn.view(n_rows, -1) * 2.0**-31).to(weight)
+    n_values = n_rows * weight.shape[1]
+    n_trials = max(1, _CHECKED_VALUES // (n_rows * n_values)) if weight.itemsize == 2 else 1
 
-    def outputs(n_first: int) -> Tensor:
+    def outputs(rows: Tensor, n_first: int) -> Tensor:
         ends = torch.full((len(weight),), n_first)
         ends[-1] = n_rows
         return experts.exchange.outputs(experts.expert_outputs, (rows, ends))
 
-    of_first, of_last = outputs(n_rows), outputs(0)
-    return all(
-        torch.equal(outputs(n), torch.cat((of_first[:n], of_last[n:]))) for n in range(1, n_rows)
-    )
+    for seed in range(n_trials):
+        drawn = bits(make_key("serve", "experts", seed), torch.arange(n_values).int())
+        rows = (drawn.view(n_rows, -1) * 2.0**-31).to(weight)
+        of_first, of_last = outputs(rows, n_rows), outputs(rows, 0)
+        for n in range(1, n_rows):
+            if not torch.equal(outputs(rows, n), torch.cat((of_first[:n], of_last[n:]))):
+                return False
+    return True
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
