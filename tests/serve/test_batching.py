@@ -38,7 +38,7 @@ def make_slots(
 ) -> Slots:
     slots = Slots(make_model(**model).to(dtype), V, n_slots)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(passes, "_CHECKED_VALUES", 0)  # seconds of so small a model in 16 bits
+        patched.setattr(passes, "LEAST_COMPARED", 0)  # seconds of so small a model in 16 bits
         slots.find_shapes()
     if one_by_one:
         slots.shapes = Shapes((1,), slots.shapes.key_sizes)
@@ -318,7 +318,7 @@ def test_a_rare_rounding_in_16_bits_is_found(monkeypatch: pytest.MonkeyPatch) ->
         return y
 
     monkeypatch.setattr(passes._Pass, "attend", moody)
-    monkeypatch.setattr(passes, "_CHECKED_VALUES", 2**16)
+    monkeypatch.setattr(passes, "LEAST_COMPARED", 2**16)
     slots = Slots(make_model().bfloat16(), V, 3)
     assert slots.in_one_call is None
     assert 1 not in slots.find_shapes().batch_sizes

@@ -42,6 +42,10 @@ small: few such numbers are rounded one after another, and sums are in fp32. For
 of 2^18 numbers may be off by 512 roundings of either sign. Lost or stale numbers give far larger
 errors: as large as the largest number, 256 roundings of bf16."""
 
+LEAST_COMPARED = 2**18
+"""Least number of 16-bit results on which two ways to multiply are found to have the same bits: a
+sum in another order is another bf16 number in one case of 6,000 (1,024 terms) to 140,000 (16)."""
+
 _COMPILED = ("model", "fused_cpu")
 """Packages whose code is compiled; their sources are part of a verdict's key."""
 

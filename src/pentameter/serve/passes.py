@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from pentameter.generation.loop import chosen_kernels
 from pentameter.generation.sampling import Floats
 from pentameter.generation.token_pass import token_pass
 from pentameter.keyed import bits, make_key
+from pentameter.machine.kernel_checks import LEAST_COMPARED
 from pentameter.machine.on_host import on_host
 from pentameter.model.attention.attention import attend_by
 from pentameter.model.attention.cache import choice_numbers
@@ -53,9 +54,6 @@ _LEAST_PIECE = 4
 _KEY_UNIT, _MOST_KEY_SIZES = 64, 16
 """The keys that a piece reads are padded to a multiple of the first; the second is the largest
 number of key counts that `write` chooses from."""
-_CHECKED_VALUES = 2**18
-"""Least number of 16-bit values that a trial of shapes compares: another order of additions shows
-in one of some 30,000, where it shows in most values of 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -379,12 +377,11 @@ class Slots:
         """Return True if passes of these padded shapes give the same bits for made-up texts as a
         pass of the largest shape. Tried are all `batch_sizes` with `n_keys` keys, and texts moved
         to other slots by each number in `moves`: as many texts a slot as there are moves, in 16
-        bits until _CHECKED_VALUES are compared."""
+        bits until LEAST_COMPARED are compared."""
         last = min(n_keys, self.context_length) - 1
-        n_left = _CHECKED_VALUES if self._memory.keys[0].itemsize == 2 else 0
-        for seed in count():
-            if seed >= len(moves) and n_left <= 0:
-                return True
+        n_left = LEAST_COMPARED if self._memory.keys[0].itemsize == 2 else 0
+        seed = 0
+        while seed < len(moves) or n_left > 0:
             rows = _made_up_rows(self.n_slots, self._vocab_size, last, seed)
             expected = self._tried(rows, self._n_keys)
             for size, moved_by in product(batch_sizes, moves):
@@ -393,7 +390,8 @@ class Slots:
                 if not torch.equal(found, expected[order]):
                     return False
                 n_left -= found.numel()
-        raise AssertionError
+            seed += 1
+        return True
 
     def _tried(self, rows: Sequence[tuple[int, int]], n_keys: int) -> Tensor:
         """Return what a pass over n rows (token, position), padded to n_keys keys, computes of
@@ -474,10 +472,10 @@ def _experts_agree(model: GPT, n_rows: int) -> bool:
 def _layer_agrees(experts: Experts, n_rows: int) -> bool:
     """Return True if a layer of experts gives each of n_rows made-up rows the same bits, whether
     its expert gets all of them or only the first or the last, and another expert the others. In 16
-    bits it is tried until _CHECKED_VALUES are compared."""
+    bits it is tried until LEAST_COMPARED are compared."""
     weight = experts.router.weight
     n_values = n_rows * weight.shape[1]
-    n_trials = max(1, _CHECKED_VALUES // (n_rows * n_values)) if weight.itemsize == 2 else 1
+    n_trials = max(1, LEAST_COMPARED // (n_rows * n_values)) if weight.itemsize == 2 else 1
 
     def outputs(rows: Tensor, n_first: int) -> Tensor:
         ends = torch.full((len(weight),), n_first)

@@ -51,7 +51,7 @@ def factors(shape, dtype=torch.bfloat16, turned=(False, False)):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_are_those_of_the_product(loaded, monkeypatch, shape, turned, dtype, threads):
     monkeypatch.setattr(matmul_parts, "LEAST_PRODUCTS", 1)
-    monkeypatch.setattr(matmul_parts, "_LEAST_COMPARED", 1)  # seconds of so small matrices
+    monkeypatch.setattr(matmul_parts, "LEAST_COMPARED", 1)  # seconds of so small matrices
     left, right = factors(shape, dtype, turned)
     expected = torch.matmul(left, right)
     out = torch.full_like(expected, torch.nan)

@@ -22,6 +22,7 @@ from torch import Tensor
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.captured.native_calls import NativeCalls
 from pentameter.fused_cpu.native import NativeCall, address_of
+from pentameter.machine.kernel_checks import LEAST_COMPARED
 
 BLOCK = 32
 """Divisor of the row or column at which a part begins: PyTorch's kernels compute so many at
@@ -34,9 +35,6 @@ of a core, which waking the thread takes, too."""
 _N_VALUES = 65_537
 """Number of values of which the matrices consist on which both ways are compared: a prime, so that
 their rows differ."""
-_LEAST_COMPARED = 2**18
-"""Least number of 16-bit results that are compared: another order of additions shows in one of some
-30,000, where it shows in most of 32 bits."""
 
 
 class _Matmul(NamedTuple):
@@ -112,7 +110,7 @@ def _is_equal(
     bits whole and in parts."""
     made = _Matmul(*(torch.empty_strided(shape, strides, dtype=dtype) for shape, strides in kinds))
     n_values = min(_N_VALUES, max(made.left.numel(), made.right.numel()))
-    n_trials = -(-_LEAST_COMPARED // made.out.numel()) if dtype.itemsize == 2 else 1
+    n_trials = -(-LEAST_COMPARED // made.out.numel()) if dtype.itemsize == 2 else 1
     generator = torch.Generator().manual_seed(0)
     for _ in range(n_trials):
         for x in (made.left, made.right):
