@@ -282,9 +282,11 @@ def call(library: Name, kernel: str, *arguments: Any) -> int:
     passed = tuple(map(_passed, arguments))
     result: int = function(*passed)
     if (tell := _told.get()) is not None:
-        words = tuple(map(_word, arguments, passed))
+        words = [
+            ctypes.addressof(x) if isinstance(x, ctypes.Array) else x.value or 0 for x in passed
+        ]
         held = passed, [each for each in arguments if isinstance(each, Struct)]
-        tell(NativeCall(address_of(function), words, held), arguments)
+        tell(NativeCall(function_address(function), words, held), arguments)
     return result
 
 
@@ -313,7 +315,7 @@ def function(library: Name, kernel: str, *, n_pointers: int, n_numbers: int) -> 
     return cast(Callable[..., Any], found)
 
 
-def address_of(function: Any) -> int:
+def function_address(function: Any) -> int:
     """Return the address of a function that ctypes has found."""
     found = ctypes.cast(function, ctypes.c_void_p).value
     assert found is not None
@@ -323,24 +325,13 @@ def address_of(function: Any) -> int:
 def _passed(argument: Any) -> Any:
     match argument:
         case Struct():
-            return ctypes.byref(argument)
+            return ctypes.c_void_p(address(argument))
         case int():
             return ctypes.c_int64(argument)
         case tuple():
             return (ctypes.c_void_p * len(argument))(*map(_address, argument))
         case _:
             return _address(argument)
-
-
-def _word(argument: Any, passed: Any) -> int:
-    """Return an argument that is passed as `passed` as a number: its address, or itself."""
-    match argument:
-        case Struct():
-            return ctypes.addressof(argument)
-        case tuple():
-            return ctypes.addressof(passed)
-        case _:
-            return passed.value or 0
 
 
 def _address(x: Tensor | None) -> ctypes.c_void_p:

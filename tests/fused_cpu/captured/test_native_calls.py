@@ -7,7 +7,7 @@ import torch
 
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.captured.native_calls import MOST_ARGUMENTS, NativeCalls
-from pentameter.fused_cpu.native import NativeCall, address_of
+from pentameter.fused_cpu.native import NativeCall, function_address
 
 
 def told(*calls):
@@ -30,7 +30,9 @@ def test_calls_follow_one_another(loaded):
 
 def test_what_fails_ends_them(loaded):
     c = ctypes.CDLL(None)
-    fails, succeeds = (NativeCall(address_of(c.labs), (n,), c, is_checked=True) for n in (-7, 0))
+    fails, succeeds = (
+        NativeCall(function_address(c.labs), (n,), c, is_checked=True) for n in (-7, 0)
+    )
     x, y = torch.ones(2, 2), torch.zeros(2, 2)
     ((after, _),) = told(("transpose", y, x, 2, 2, 2))
     y.zero_()
@@ -47,5 +49,5 @@ def test_all_arguments_arrive(loaded, n):
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * n)
     function = kind(lambda *given: passed.append(given) or 0)
     values = tuple((-1) ** i * (2**40 + i) for i in range(n))
-    NativeCalls([NativeCall(address_of(function), values, function)] * 2)()
+    NativeCalls([NativeCall(function_address(function), values, function)] * 2)()
     assert passed == [values] * 2

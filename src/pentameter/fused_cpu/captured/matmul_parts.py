@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.captured.native_calls import NativeCalls
-from pentameter.fused_cpu.native import NativeCall, address_of
+from pentameter.fused_cpu.native import NativeCall, function_address
 from pentameter.machine.kernel_checks import LEAST_COMPARED
 
 BLOCK = 32
@@ -98,8 +98,8 @@ def _call(parts: Sequence[_Matmul]) -> NativeCall:
     matmul = pytorch.aoti_torch_cpu_bmm_out if is_batch else pytorch.aoti_torch_cpu_mm_out
     function = native.function("vector", "matmul_parts", n_pointers=2, n_numbers=1)
     handles = _Handles(x for part in parts for x in part)
-    arguments = address_of(matmul), ctypes.addressof(handles.array), len(parts)
-    return NativeCall(address_of(function), arguments, handles, is_checked=True)
+    arguments = function_address(matmul), ctypes.addressof(handles.array), len(parts)
+    return NativeCall(function_address(function), arguments, handles, is_checked=True)
 
 
 @functools.cache
