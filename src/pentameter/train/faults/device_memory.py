@@ -101,8 +101,9 @@ _SAYS_MEMORY = re.compile(
     r"\b(cuda|hip|mps|nccl)\b.*out of memory|can't allocate memory|status_alloc_failed",
     re.IGNORECASE,
 )
-"""What others say than PyTorch's allocator of CUDA memory: the driver, MPS, NCCL, the CPU, cuBLAS.
-A hook that says "out of memory" of something else is none of them."""
+"""Messages of RuntimeErrors by which the CUDA driver, MPS, NCCL, the CPU and cuBLAS run out of
+memory, where PyTorch's CUDA allocator raises `torch.OutOfMemoryError`. A hook that says "out of
+memory" of something else does not match."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
